@@ -67,6 +67,8 @@ SHOWN = {
     "expert-load": "a_balancing_loss_of_the_wrong_sign",
     "dead-experts": "an_expert_that_is_never_chosen",
     "residual-drift": "a_residual_stream_that_grows_in_each_block.gpt",
+    "absent-class": "a_class_that_no_row_has.mlp",
+    "posterior-collapse": "a_posterior_that_collapses.mlp",
     "silent-rows": "heads_that_are_masked.gpt",
     "clipped-gradients": "gradients_that_are_clipped_before_they_are_unscaled.mlp",
     "constant-output": "a_mean_over_the_batch.tanh",
@@ -91,6 +93,7 @@ ABSOLUTE = {
     "missing-gradients": "rms",
     "equal-channels": "rms",
     "silent-rows": "rms",
+    "posterior-collapse": "rms",
     "constant-output": "rms",
 }
 

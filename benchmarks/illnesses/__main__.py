@@ -18,7 +18,7 @@ import torch
 from benchmarks.illnesses import healthy, ill, more, public_mistakes  # noqa: F401, they register theirs
 from benchmarks.illnesses.healthy import HEALTHY
 from benchmarks.illnesses.more_healthy import MORE
-from benchmarks.illnesses.public_mistakes import PUBLIC
+from benchmarks.illnesses.public_healthy import PUBLIC
 from benchmarks.illnesses.training import ILL, Illness, Measured, run, seeded
 from hookstats import Snapshot
 from hookstats.rules import Finding, judge

@@ -368,7 +368,7 @@ class StepFrame:
         where histograms are of another kind, or were not sent.
         """
         is_whole = isinstance(self.bins, ExponentBins) and not self.bins.per_channel
-        return self._counts(chosen if is_whole else (), slice(0, EXPONENT_BINS), EXPONENT_BINS)
+        return self._counts(chosen if is_whole else (), 0, EXPONENT_BINS)
 
     def block_counts(self, chosen: Iterable[int] | None = None) -> tuple[Counts, Counts]:
         """Counts of blocks (`BlockExponents`), of the places in ``sites`` that have some ``[k]``: ``[k, 576]``.
@@ -377,13 +377,17 @@ class StepFrame:
         ``ExponentBins(block=...)``, or where histograms were not sent.
         """
         has_blocks = kernel_block(self.bins) != 0
-        return self._counts(chosen if has_blocks else (), slice(EXPONENT_BINS, None), BLOCK_BINS)
+        return self._counts(chosen if has_blocks else (), EXPONENT_BINS, BLOCK_BINS)
 
-    def _counts(self, chosen: Iterable[int] | None, part: slice, size: int) -> tuple[Counts, Counts]:
-        places = range(len(self)) if chosen is None else chosen
-        found = [(i, counts[part]) for i in places if (counts := self.histogram(i)) is not None]
-        counts = np.stack([counts for _, counts in found]) if found else np.empty((0, size), np.int64)
-        return np.array([i for i, _ in found], np.int64), counts
+    def _counts(self, chosen: Iterable[int] | None, first: int, size: int) -> tuple[Counts, Counts]:
+        sites, places = self.sites, np.arange(len(self)) if chosen is None else np.array(list(chosen), np.int64)
+        places = places[sites.counters[places] > 0]
+        counts, blocks = np.empty((len(places), size), np.int64), sites.histogram_block[places]
+        for number in np.unique(blocks).tolist():
+            here = blocks == number
+            at = sites.histogram_begin[places[here]] + first
+            counts[here] = self.memory[number][at[:, None] + np.arange(size)]
+        return places, counts
 
     def compact(self) -> StepFrame:
         """The totals alone, without the scaler's scale."""

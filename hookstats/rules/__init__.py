@@ -9,7 +9,7 @@ from hookstats.rules.arriving import growing_gradients, missing_gradients
 from hookstats.rules.attention import attention_entropy, attention_logits, attention_sink
 from hookstats.rules.blocks import BLOCK_FORMATS, BlockFit
 from hookstats.rules.clipping import clipped_gradients
-from hookstats.rules.collapse import constant_output, equal_channels, silent_rows
+from hookstats.rules.collapse import constant_output, equal_channels, posterior_collapse, silent_rows
 from hookstats.rules.engine import Ill, Rule, rule
 from hookstats.rules.experts import dead_experts, expert_load
 from hookstats.rules.finding import SEVERITIES, Cause, Finding
@@ -29,7 +29,7 @@ from hookstats.rules.spikes import gradient_norm_spike, loss_spike
 from hookstats.rules.step import Step
 from hookstats.rules.step_law import outside_write
 from hookstats.rules.story import Chapter, head, story
-from hookstats.rules.targets import broadcast_target, nll_of_logits, sorted_data
+from hookstats.rules.targets import absent_class, broadcast_target, nll_of_logits, sorted_data
 from hookstats.rules.updates import update_ratio
 
 __all__ = [
@@ -79,6 +79,7 @@ __all__ = [
     "optimizer_formula",
     "outlier_channels",
     "outside_write",
+    "posterior_collapse",
     "probabilities_as_logits",
     "reduced_gradient",
     "replica_drift",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from hookstats.numbers.fields import Counts
+from hookstats.numbers.fields import FIELDS, Counts
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.formatting import percent, tensor_of
 from hookstats.rules.memory import Memory
 from hookstats.rules.step import Mask, Step
 
 _INITIAL = 20  # verdicts, by which what was so from the start is told
+_COUNT, _ZEROS = FIELDS.index("count"), FIELDS.index("zeros")
 _LEAST_VALUES = 100  # of a channel, over all verdicts in a row, or a share of 1 % cannot be told
 
 
@@ -34,7 +35,7 @@ def dead_channels(
     What else looks like it: a mask, and the sparse weights of a router; both are recognised. What to do: lower the
     learning rate, look at the bias before the ReLU and at the initial weights, or use a LeakyReLU or GELU.
 
-    So that a healthy run is silent: half of a ReLU's values may be 0, and single dead channels are common; a channel
+    False-positive guards: half of a ReLU's values may be 0, and single dead channels are common; a channel
     needs 100 values over the row of steps; an output with exactly as many zeros in each of these is sparse by design
     (the weights of a router), unless all are 0; one that no gradient comes back to, while others get theirs, is a
     mask; of a module's several outputs only the first is a layer's (others count, weigh, or are a logarithm that is 0);
@@ -62,6 +63,8 @@ def dead_channels(
         place = outputs.index(site)
         gradient = int(gradients[outputs[place - 1]]) if place else -1
         shares[site] = _dead(step, site, gradient, active, consecutive_steps)
+    if not np.count_nonzero(shares > share) and not streaks[0].goes_on and not streaks[1].goes_on:
+        return []
     some = streaks[0].push(step.number, shares > share, judged, some_consecutive_steps)
     every = streaks[1].push(step.number, shares == 1, judged, consecutive_steps)
     dead = some | every
@@ -101,15 +104,19 @@ def _has_gradients(step: Step) -> bool:
 
 def _dead(step: Step, site: int, gradient: int, active: float, verdicts: int) -> float:
     """The share of the channels that are dead. gradient: the id of that of the output before; -1 without one."""
-    stats = step.channels_or_whole(site)
-    known = stats.count * verdicts >= _LEAST_VALUES
-    if not known.any():
+    state = step.state(site)
+    if state is None:
+        count, zeros = step.totals.count[[site]], step.totals.zeros[[site]]
+    else:
+        count, zeros = state[_COUNT], state[_ZEROS]
+    known = count * verdicts >= _LEAST_VALUES
+    dead = known & (count - zeros < active * count)
+    if not np.count_nonzero(dead):
         return 0.0
-    dead = stats.count - stats.zeros < active * stats.count
-    through = step.channels(gradient) if gradient >= 0 else None
-    if through is not None and np.array_equal(through.count, stats.count):
-        dead &= through.zeros >= (1 - active) * through.count
-    return float(dead[known].mean())
+    through = step.state(gradient) if gradient >= 0 else None
+    if through is not None and np.array_equal(through[_COUNT], count):
+        dead &= through[_ZEROS] >= (1 - active) * count
+    return float(np.count_nonzero(dead) / np.count_nonzero(known))
 
 
 def has_zero_weights(step: Step, output: int) -> bool:
@@ -145,7 +152,7 @@ def saturated_channels(
     What else looks like it: gates that are meant to stay open or closed. What to do: make what comes in smaller, by
     smaller weights, a lower learning rate, scaled inputs, or a norm before it.
 
-    So that a healthy run is silent: outputs are judged if they have a gradient, have stayed within [-1, 1] or [0, 1]
+    False-positive guards: outputs are judged if they have a gradient, have stayed within [-1, 1] or [0, 1]
     since the run began, and come near 1; not those with zeros (ReLU, masks), nor those whose channels have equal means
     or add up to 1 (softmax), nor the last output of the model, which is to be sure of its answer. What recovers within
     a hundred measured steps, as narrow layers do, is no illness.

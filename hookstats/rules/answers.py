@@ -26,7 +26,7 @@ def probabilities_as_logits(step: Step, consecutive_steps: int = 10) -> Ill | No
     What else looks like it: nothing that we know; a negative log likelihood of probabilities has a gradient at one
     class of each row. What to do: leave out the softmax or sigmoid; cross_entropy has its own.
 
-    So that a healthy run is silent: the module of that output has no parameters, as a layer whose logits are small has.
+    False-positive guards: the module of that output has no parameters, as a layer whose logits are small has.
     """
     outputs, loss = step.ordered("output"), step.scalars.get("loss")
     if not outputs or loss is None:
@@ -82,7 +82,7 @@ def initial_loss(step: Step, memory: Memory, factor: float = 3.0) -> Ill | None:
     is usual there. For a pretrained model compare what it is given now: labels, tokens, scaling. Divide the losses of
     microbatches by how many there are.
 
-    So that a healthy run is silent: other losses are not judged, nor those that add up over a batch.
+    False-positive guards: other losses are not judged, nor those that add up over a batch.
     """
     outputs, loss = step.ordered("output"), step.scalars.get("loss")
     if memory.get("is_judged") or step.number > 0 or not outputs or loss is None or not math.isfinite(loss):

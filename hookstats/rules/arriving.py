@@ -28,7 +28,7 @@ def missing_gradients(step: Step, memory: Memory, steps: int = 20) -> list[Findi
     What else looks like it: a head that this loss does not use, or not yet. What to do: look at what is done with the
     output that is named, up to the next module; freeze what is not to learn with ``requires_grad=False``.
 
-    So that a healthy run is silent: frozen parameters have no gradient to wait for; modules that do not run are not
+    False-positive guards: frozen parameters have no gradient to wait for; modules that do not run are not
     judged, nor is what ever had a gradient, or has changed without one; a gradient that is 0 behind weights that begin
     with 0 (LoRA, the last norm of a residual block) lasts a step or two.
     """
@@ -122,7 +122,7 @@ def growing_gradients(
     What else looks like it: gradient accumulation. What to do: call ``optimizer.zero_grad()`` once in each step, before
     backward, of the optimizer that has these parameters.
 
-    So that a healthy run is silent: only steps in which the parameters change are judged, and only what changes: so
+    False-positive guards: only steps in which the parameters change are judged, and only what changes: so
     accumulation over several calls of `Monitor.step` is in order, and a parameter that no optimizer has is another
     illness. What is a multiple of this step's gradient was scaled, and not added up.
     """
@@ -134,10 +134,16 @@ def growing_gradients(
     before = memory.of_sites("sums", np.nan)[gradients]
     now, fresh = sums[gradients], sums[outputs]
     memory["at"], memory["sums"] = step.number, sums
-    known = np.isfinite(now) & np.isfinite(fresh) & np.isfinite(before)
-    if not known.any() or not (now[known] ** 2).sum() > 0:
+    known = np.isfinite(now + fresh + before)
+    if np.count_nonzero(known) < len(known):
+        now, fresh, before, gradients, is_once = (each[known] for each in (now, fresh, before, gradients, is_once))
+    if not now @ now > 0:
         return []
-    now, fresh, before, gradients, is_once = (each[known] for each in (now, fresh, before, gradients, is_once))
+    goes_on = memory.get("for", 0) or memory.get("grown_for", 0) or memory.streak("alone").goes_on
+    off = now - fresh
+    may_be_added = (abs(off) > 0.3 * abs(now)) & (abs(off - before) < 0.02 * abs(now))
+    if not goes_on and not np.count_nonzero(may_be_added) and off @ off <= 0.3 * (now @ now):
+        return []  # then none of what follows is so
     alone = _added_alone(step, memory, gradients, now, before, fresh, is_once & follows)
     size = float(now @ now)
     is_added = is_once.any() and ((now - before - fresh)[is_once] ** 2).sum() < residual * (now[is_once] ** 2).sum()
@@ -182,19 +188,22 @@ def _added_alone(
 def _pairs(step: Step) -> Counts:
     """``[2, pairs]``: the ids of gradients, and of the gradients of outputs that add up to the same."""
     totals = step.totals
-    pairs = step.alike(_pairs_that_came)
-    gradients, _, is_embedding = pairs
-    chosen = (totals.zeros[gradients] > SPARSE * totals.count[gradients]) | (is_embedding == 0)
-    if np.count_nonzero(chosen):
-        chosen &= _changed(step)[gradients]
-    result: Counts = pairs[:2, chosen]
+    pairs, has_embeddings, updates = step.alike(_pairs_that_came)
+    chosen = np.ones(pairs.shape[1], bool)
+    if has_embeddings:
+        gradients, _, is_embedding = pairs
+        chosen = (totals.zeros[gradients] > SPARSE * totals.count[gradients]) | (is_embedding == 0)
+    if updates is not None:  # what this step changed; all, where that is not measured
+        chosen &= (updates >= 0) & (totals.zeros[updates] < totals.count[updates])
+    result: Counts = pairs[:2] if np.count_nonzero(chosen) == len(chosen) else pairs[:2, chosen]
     return result
 
 
-def _pairs_that_came(step: Step) -> Counts:
+def _pairs_that_came(step: Step) -> tuple[Counts, bool, Counts | None]:
+    """Those of `sums_of_outputs`, whether some are of weights, and the ids of their updates, if any are measured."""
     pairs, count = step.once(sums_of_outputs), step.totals.count
-    result: Counts = pairs[:, (count[pairs[0]] > 0) & (count[pairs[1]] > 0)]
-    return result
+    pairs = pairs[:, (count[pairs[0]] > 0) & (count[pairs[1]] > 0)]
+    return pairs, bool(pairs[2].any()), step.updates_of_gradients[pairs[0]] if step.updates.any() else None
 
 
 def sums_of_outputs(step: Step) -> Counts:
@@ -218,15 +227,3 @@ def _outputs_of_gradients(step: Step) -> Counts:
     for site in np.flatnonzero(step.is_kind("param_grad")).tolist():
         result[site] = ids.get(step.sites[site].name.rpartition(".")[0], -1)
     return result
-
-
-def _has_updates(step: Step) -> bool:
-    return bool(step.updates.any())
-
-
-def _changed(step: Step) -> Mask:
-    """``[n]``: of each gradient of a parameter, whether this step changed it; all, where that is not measured."""
-    if not step.once(_has_updates):
-        return step.is_kind("param_grad")
-    updates = step.updates_of_gradients
-    return (updates >= 0) & (step.totals.zeros < step.totals.count)[updates]

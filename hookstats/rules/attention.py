@@ -26,7 +26,7 @@ def attention_logits(step: Step, value: float = 100.0, consecutive_steps: int = 
     so from the start. What to do: clip the weights of query and key (QK-clip), normalise both (QK-norm), or lower the
     learning rate of their weights; look at whether weight decay reaches them.
 
-    So that a healthy run is silent: in ``consecutive_steps`` = 3 verdicts in a row.
+    False-positive guards: in ``consecutive_steps`` = 3 verdicts in a row.
     """
     judged = step.fired("attention.max_logit")
     largest = np.where(judged, step.totals.max, -np.inf)
@@ -78,7 +78,7 @@ def attention_entropy(
     What else looks like it: sequences that become shorter, which have less to look at. What to do: look at the logits'
     size, too; lower the learning rate, normalise query and key.
 
-    So that a healthy run is silent: in ``consecutive_steps`` = 3 verdicts in a row; single heads may do so, for they
+    False-positive guards: in ``consecutive_steps`` = 3 verdicts in a row; single heads may do so, for they
     learn to look at the token before, or at the first one.
     """
     judged = step.fired("attention.entropy")
@@ -117,7 +117,7 @@ def attention_sink(step: Step, share: float = 0.3, heads: float = 0.5, consecuti
     What else looks like it: short sequences, whose queries have few keys. What to do: nothing, unless you quantise or
     evict; gates on the attention's output, a learned sink, or registers make them unnecessary.
 
-    So that a healthy run is silent: at least ``heads`` = 0.5 of the heads do so, in ``consecutive_steps`` = 10 verdicts
+    False-positive guards: at least ``heads`` = 0.5 of the heads do so, in ``consecutive_steps`` = 10 verdicts
     in a row; and their entropy is at least 0.5 nats, which queries with few keys do not have.
     """
     judged, means = step.fired("attention.sink"), step.totals.mean

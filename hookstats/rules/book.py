@@ -59,8 +59,7 @@ def markdown() -> str:
         first, *others = each.paragraphs
         lines = [f"### {each.name}", f"![A run with {each.name}, as the report shows it](rules/{each.name}.png)", first]
         lines += [
-            re.sub(r"^(What else looks like it|What to do|So that a healthy run is silent):", r"**\1:**", p)
-            for p in others
+            re.sub(r"^(What else looks like it|What to do|False-positive guards):", r"**\1:**", p) for p in others
         ]
         sections.append(
             "\n\n".join("\n".join(textwrap.wrap(p, 128, break_on_hyphens=False, break_long_words=False)) for p in lines)

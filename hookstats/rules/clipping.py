@@ -29,7 +29,7 @@ def clipped_gradients(
     training goes well, though the learning rate then sets the length of each step alone; otherwise a larger max_norm.
     With a GradScaler, call ``scaler.unscale_(optimizer)`` before clipping.
 
-    So that a healthy run is silent: a norm that is clipped in some steps only is not judged; nor is one that is 0, or
+    False-positive guards: a norm that is clipped in some steps only is not judged; nor is one that is 0, or
     that of a model that stands still because all its outputs do.
     """
     norm = step.grad_norm

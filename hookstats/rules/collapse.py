@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from hookstats.numbers.fields import FIELDS, Counts
+from hookstats.numbers.fields import FIELDS, Array, Counts
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.formatting import number, tensor_of, times
 from hookstats.rules.memory import Memory
 from hookstats.rules.step import Step
 
-_COUNT, _M2 = FIELDS.index("count"), FIELDS.index("m2")
+_COUNT, _MEAN, _M2 = map(FIELDS.index, ("count", "mean", "m2"))
 
 
 @rule(of="output")
@@ -28,7 +28,7 @@ def constant_output(
     batch in place of the features, inputs that are far too small, layers that are dead, a loss that is least where all
     is one point (embeddings without negatives, a KL term that is too large).
 
-    So that a healthy run is silent: channels of fewer than ``rows`` = 8 values are not judged, nor is an output of
+    False-positive guards: channels of fewer than ``rows`` = 8 values are not judged, nor is an output of
     nothing but zeros, or without a gradient, nor what is constant because the inputs are (`constant_input`).
     """
     outputs = step.ordered("output")
@@ -44,7 +44,7 @@ def constant_output(
     is_one = state is None or state.shape[1] == 1
     if state is None or is_one:
         varies, limit = float(totals.max[site] - totals.min[site]) / float(totals.abs_max[site]), exactly
-    elif state[_M2].sum() > 2 * ratio**2 * (totals.l2_norm[site] * step.scales[site]) ** 2:  # which spares most the rest
+    elif state[_M2].sum() > 2 * ratio**2 * (totals.l2_norm[site] * step.scales[site]) ** 2:  # this spares most the rest
         varies, limit = 1.0, ratio
     else:
         channels = step.channels(site)
@@ -66,6 +66,66 @@ def constant_output(
     return Ill(varies < limit, say, varies, limit, steps=consecutive_steps, site=site)
 
 
+@rule(of="grad_output")
+def posterior_collapse(
+    step: Step, memory: Memory, size: float = 0.1, equal: float = 0.25, consecutive_steps: int = 20
+) -> Ill | list[Ill] | None:
+    """A layer is driven to 0 by a penalty on its size alone: the KL term of a variational autoencoder (warning).
+
+    The gradient of such a penalty is the output itself, times one number for all channels. A layer is ill if the rms
+    of its output is below ``size`` = 0.1 (beside noise of 1, as a posterior has it, it says nothing), and the rms of
+    its gradient over that of its output is the same in all channels and in the measured step before, to ``equal`` =
+    0.25, in ``consecutive_steps`` = 20 measured steps in a row: then nothing but the penalty reaches it (Bowman et al.
+    2016, arXiv 1511.06349). The law follows from the definition; the figures are ours.
+
+    What else looks like it: activations that are penalised on purpose, and are not needed. What to do: a smaller weight
+    of the KL term, one that grows from 0, or a least number of bits for each dimension (free bits); a weaker decoder.
+
+    False-positive guards: outputs of fewer than 4 channels, or that have several gradients in a step, are not judged.
+    """
+    ids, gradients = step.alike(_outputs_and_gradients)
+    rms, known = step.totals.rms, memory.of_sites("ratios", np.nan)
+    ratios = rms[gradients] / rms[ids]
+    is_same = abs(ratios / known[ids] - 1) < equal
+    known[ids] = ratios
+    likely = is_same & (rms[ids] < size) & (ratios > 0)
+    ill, judged, streak = np.zeros(len(step.sites), bool), np.zeros(len(step.sites), bool), memory.streak()
+    if not np.count_nonzero(likely) and not streak.goes_on:
+        return []
+    judged[ids] = True
+    for output, gradient in zip(ids[likely].tolist(), gradients[likely].tolist(), strict=True):
+        of_output, of_gradient = step.state(output), step.state(gradient)
+        if of_output is not None and of_gradient is not None and of_output.shape == of_gradient.shape:
+            of_channels = np.sqrt(_squares(of_gradient) / _squares(of_output))
+            if len(of_channels) >= 4:
+                ill[output] = bool(of_channels.max() * (1 - equal) < of_channels.min() * (1 + equal))
+
+    def say(site: int, since: int) -> str:
+        return (
+            f"the gradient of {tensor_of(step.sites[site])} is this output times one number, in all channels and in "
+            f"each measured step since step {since}, and its rms has come to {number(float(rms[site]))}: only a penalty "
+            "on its size reaches it, and it says nothing of what came in. Of a variational autoencoder the posterior "
+            "has collapsed: lower the weight of the KL term, let it grow from 0, or leave each dimension some free bits."
+        )
+
+    return Ill(ill, say, rms, size, judged=judged, steps=consecutive_steps)
+
+
+def _squares(state: Array) -> Array:
+    """Of the values of each channel, their sum."""
+    squares: Array = state[_M2] + state[_COUNT] * state[_MEAN] ** 2
+    return squares
+
+
+def _outputs_and_gradients(step: Step) -> Counts:
+    """``[2, pairs]``: the ids of outputs with one gradient in the step, and of these gradients."""
+    gradients = step.partner("output", "grad_output")
+    known = step.valued("output") & (gradients >= 0) & (step.calls == 1)
+    known &= step.valued("grad_output")[gradients] & (step.calls[gradients] == 1)
+    ids = np.flatnonzero(known)
+    return np.array([ids, gradients[ids]])
+
+
 @rule(of="output", per_site=False)
 def equal_channels(step: Step, memory: Memory, consecutive_steps: int = 5, width: int = 8) -> Ill | None:
     """All channels of a layer are one and the same: its weights began with one value, and can never differ (warning).
@@ -76,7 +136,7 @@ def equal_channels(step: Step, memory: Memory, consecutive_steps: int = 5, width
 
     What else looks like it: nothing that we know. What to do: initialise weights at random; biases may be constant.
 
-    So that a healthy run is silent: outputs that do not vary at all, fewer than ``width`` = 8 channels, and modules
+    False-positive guards: outputs that do not vary at all, fewer than ``width`` = 8 channels, and modules
     without weights are not judged.
     """
     known = memory.of_sites("different", False)
@@ -117,7 +177,7 @@ def silent_rows(step: Step, memory: Memory, share: float = 0.7, consecutive_step
     What else looks like it: a network that was pruned, or is masked, on purpose. What to do: look at masks of heads and
     neurons after this layer, and at whether a ReLU after it is dead.
 
-    So that a healthy run is silent: embeddings, whose rows are tokens, have no such channels in their outputs; fewer
+    False-positive guards: embeddings, whose rows are tokens, have no such channels in their outputs; fewer
     than 8 rows are not judged.
     """
     gradients, outputs = step.once(_weights_and_outputs)

@@ -57,10 +57,12 @@ class Ill:
     def findings(self, name: str, step: Step, memory: Memory) -> list[Finding]:
         """Those of its sites where it has lasted for long enough, in order of execution."""
         where, since = self.where, self.since
+        streak = memory.streak(self.key) if self.steps else None
         if not isinstance(where, np.ndarray):
+            if not where and (streak is None or not streak.goes_on):
+                return []
             where = np.array([bool(where)])
-        if self.steps:
-            streak = memory.streak(self.key)
+        if streak is not None:
             where, since = streak.push(step.number, where, self.judged, self.steps), streak.since
         if not np.count_nonzero(where):
             return []

@@ -42,7 +42,7 @@ def dead_experts(step: Step, memory: Memory, window: int = 50, tokens: float = 1
     What else looks like it: experts that are meant for inputs that are not in the data. What to do: balance the load by
     a loss or a bias per expert, add noise to the router's logits, or initialise the dead expert again, from a busy one.
 
-    So that a healthy run is silent: all experts together got at least ``tokens`` = 100 each in these steps; where the
+    False-positive guards: all experts together got at least ``tokens`` = 100 each in these steps; where the
     load as a whole has collapsed, `expert_load` says so alone.
     """
     routed = _routed(step, memory, window)
@@ -80,7 +80,7 @@ def expert_load(
     do: add a loss that balances the load, or a bias per expert, or noise to the router's logits; see that its learning
     rate and initial weights are small.
 
-    So that a healthy run is silent: an uneven load, or a single idle expert, is no illness; two experts are not judged.
+    False-positive guards: an uneven load, or a single idle expert, is no illness; two experts are not judged.
     Experts that one module computes together (stacked weights) have no outputs of their own, and are seen by their
     router alone.
     """

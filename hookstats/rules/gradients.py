@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hookstats.numbers.fields import Array, Counts
+from hookstats.rules.activations import has_zero_weights
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.formatting import number, tensor_of, times
 from hookstats.rules.history import middle
@@ -121,7 +122,7 @@ def exploding_gradients(
     do: clip gradients, lower the learning rate, warm it up longer; over depth, lower the initial weights, normalise, or
     add residual connections.
 
-    So that a healthy run is silent: a site has a past when it has ``min_history`` = 16 values; single bursts do not
+    False-positive guards: a site has a past when it has ``min_history`` = 16 values; single bursts do not
     count; nor does a gradient that was negligible and finds its size (of queries and keys, when attention begins to
     form; behind a layer scale that grows): it must be ``beyond`` = 10 times the median of every other of its kind; and
     models with fewer than six outputs that have gradients have no depth.
@@ -183,26 +184,32 @@ def vanishing_gradients(
     What to do: replace sigmoid and tanh by ReLU or GELU, normalise, add residual connections, and look at dead or
     saturated layers first, because they let nothing through.
 
-    So that a healthy run is silent: what all gradients do together, when a model has learned its data by heart, is no
+    False-positive guards: what all gradients do together, when a model has learned its data by heart, is no
     illness; a gradient of fewer than ``values`` = 16 numbers may be 0 by chance, and is not compared with its past; a
     site has a past when it has ``min_history`` = 16 values, and none where half of them are 0 (an expert without
     tokens); a zero gradient behind weights that begin at zero (LoRA, the last norm of a residual block) lasts a step or
     two; and models with fewer than six outputs that have gradients have no depth.
     """
-    measured, ids = step.alike(_measured), step.alike(_measured_ids)
+    ids = step.alike(_measured_ids)
     if not len(ids):
         return None
 
     def say_over_depth(over: _Depth) -> str:
+        zero = [site for site in step.ordered("output") if has_zero_weights(step, site)]
         return (
             f"the gradients fall to {number(over.ratio)} {over.path(step)}: they vanish, and what lies there "
-            "does not learn. Use ReLU or GELU instead of sigmoid and tanh, normalise, or add residual connections."
+            "does not learn. "
+        ) + (
+            f"All weights of {step.names_of(zero)} are 0, and let nothing through: initialise those of norms with 1, "
+            "others at random."
+            if zero
+            else "Use ReLU or GELU instead of sigmoid and tanh, normalise, or add residual connections."
         )
 
     found = list(_over_depth(step, memory, depth, consecutive_steps, say_over_depth))
     rms, usual = step.totals.rms, memory.window("rms", window, min_history)
-    compared = measured & (step.totals.count >= values * step.calls)
-    if memory.streak("past").goes_on or _may_have_fallen(rms, usual.bounds(len(rms)), compared, past):
+    if memory.streak("past").goes_on or _may_have_fallen(step, usual.bounds(len(rms)), ids, past, values):
+        compared = step.alike(_measured) & (step.totals.count >= values * step.calls)
         median = usual.median(len(rms))
         known = compared & (median > 0)
         if known.any():
@@ -222,13 +229,18 @@ def vanishing_gradients(
     return found
 
 
-def _may_have_fallen(rms: Array, bounds: Array, compared: Mask, past: float) -> bool:
+def _may_have_fallen(step: Step, bounds: Array, ids: Counts, past: float, values: int) -> bool:
     """Whether any may be so far below its median, beside the others: from the bounds of the medians."""
-    low, high = bounds
-    known = compared & (low > 0)
-    if (compared & ~known & (high > 0)).any():
-        return True
-    return bool(known.any()) and bool((rms / high)[known].min() <= past * (rms / low)[known].max())
+    ids = ids[step.totals.count[ids] >= values * step.calls[ids]]
+    low, high = bounds[0][ids], bounds[1][ids]
+    known = low > 0
+    count = np.count_nonzero(known)
+    if count < len(known):
+        if np.count_nonzero(high > 0) > count:
+            return True
+        ids, low, high = ids[known], low[known], high[known]
+    rms = step.totals.rms[ids]
+    return bool(count) and bool((rms / high).min() <= past * (rms / low).max())
 
 
 def _largest_of_kind(step: Step, median: Array) -> Array:

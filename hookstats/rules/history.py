@@ -14,7 +14,7 @@ from hookstats.numbers.fields import Array, Counts
 from hookstats.rules.step import Mask
 
 _NEAR = 8
-_REFRESH = 16  # values, after which a window's bounds are made anew
+_REFRESH = 16  # values, after which a window's bounds are made anew at the latest
 _Values = TypeVar("_Values", bound=NDArray[Any])
 
 
@@ -47,6 +47,7 @@ class Window:
         self._pushed = np.empty(0, np.int64)
         self._bounds = np.empty((2, 0))
         self._age = 0  # steps since the bounds were made
+        self._lasts = 0  # steps after which they are made anew
 
     def median(self, sites: int) -> Array:
         """``[sites]``, of what was pushed before; NaN where that is too little. Of an even number, the lower one."""
@@ -64,17 +65,22 @@ class Window:
         They cost next to nothing: a window is sorted once in 16 steps, for one value more moves a median by one place
         at most. So a rule that asks whether something is far from a median seldom has to know it.
         """
-        if self._age >= _REFRESH or self._bounds.shape[1] < sites:
+        if self._age >= self._lasts or self._bounds.shape[1] < sites:
             self._grow(sites)
             counts = np.minimum(self._pushed, self._length)
-            is_value = np.arange(self._length) < counts[:, None]
-            rows = np.sort(np.where(is_value, self._values, np.inf), axis=1)
-            places, margin = (counts - 1) // 2, _REFRESH + 1
-            padded = np.pad(rows, ((0, 0), (margin, margin)), constant_values=((0, 0), (-np.inf, np.inf)))
-            both = np.array([padded[np.arange(len(rows)), places + shift] for shift in (0, 2 * margin)])
-            both[0] = np.where(counts < self._min_history, -np.inf, both[0])
-            both[1] = np.where(counts < self._min_history, np.inf, both[1])
-            both[:, counts < self._min_history - margin] = np.nan
+            most = int(counts.max(initial=0))
+            # Until a site has a past nothing can be told; of a short past a median moves far within a few values.
+            self._lasts = min(_REFRESH, self._min_history - most if most < self._min_history else max(most // 4, 1))
+            is_value = np.arange(most) < counts[:, None]
+            rows = np.sort(np.where(is_value, self._values[:, :most], np.inf), axis=1)
+            places, margin = (counts - 1) // 2, self._lasts + 1
+            low, high, each = places - margin, places + margin, np.arange(len(rows))
+            both = np.full((2, len(rows)), ((-np.inf,), (np.inf,)))
+            if most >= self._min_history:
+                has_past = counts >= self._min_history
+                np.copyto(both[0], rows[each, np.maximum(low, 0)], where=has_past & (low >= 0))
+                np.copyto(both[1], rows[each, np.minimum(high, most - 1)], where=has_past & (high < most))
+            both[:, counts <= self._min_history - self._lasts] = np.nan
             self._bounds, self._age = both, 0
         return self._bounds
 

@@ -62,7 +62,7 @@ def input_shift(
     What else looks like it: a curriculum, another data set, augmentation that begins. What to do: look at the samples
     of this batch and at what loads and scales them; leave out the batch, or clip its values.
 
-    So that a healthy run is silent: an input is judged when there are ``min_history`` = 8 batches; heavy tails widen
+    False-positive guards: an input is judged when there are ``min_history`` = 8 batches; heavy tails widen
     their own limit; inputs that are constant, such as masks, are not judged, nor are integers.
     """
     inputs = _inputs(step)
@@ -90,10 +90,10 @@ def input_shift(
                         said = True
                         found.append(_shifted(step, site, name, size, level, shift, factor))
                 course.push(size, limit)
-        mean, std = float(totals.mean[site]), float(totals.std[site])
+        mean = float(totals.mean[site])
         course = memory.course(f"mean {site}", window)
-        if np.isfinite(mean) and std > 0:
-            away = abs(mean - course.level)
+        if np.isfinite(mean) and totals.min[site] < totals.max[site]:
+            away, std = abs(mean - course.level), float(totals.std[site])
             if not said and len(course) >= min_history and away > moved * std:
                 usual = max(abs(value - level) for value, level in course.past)
                 if away > max(sigmas * course.spread, tail * usual):
@@ -145,7 +145,7 @@ def constant_input(
     What else looks like it: batches of one row, which are not judged; training on all data in every step, of which the
     note says so; several epochs on each batch, as in PPO. What to do: print a batch as the model gets it.
 
-    So that a healthy run is silent: inputs that are constant from the start, such as masks, count only where the first
+    False-positive guards: inputs that are constant from the start, such as masks, count only where the first
     output has no variance, either; channels of fewer than ``values`` = 8 values are not judged, nor is a first output
     whose weights are all 0.
     """
@@ -250,7 +250,7 @@ def unscaled_input(
     What else looks like it: data that a norm of the model scales first. What to do: subtract the mean of each feature,
     and divide by its standard deviation.
 
-    So that a healthy run is silent: masks that are added (0, and a large negative number) are no data, and inputs of
+    False-positive guards: masks that are added (0, and a large negative number) are no data, and inputs of
     which more than half is 0 may be small.
     """
     inputs = _inputs(step)

@@ -16,7 +16,7 @@ from hookstats.rules.answers import initial_loss, no_progress, probabilities_as_
 from hookstats.rules.arriving import growing_gradients, missing_gradients
 from hookstats.rules.attention import attention_entropy, attention_logits, attention_sink
 from hookstats.rules.clipping import clipped_gradients
-from hookstats.rules.collapse import constant_output, equal_channels, silent_rows
+from hookstats.rules.collapse import constant_output, equal_channels, posterior_collapse, silent_rows
 from hookstats.rules.engine import Rule, Verdict
 from hookstats.rules.experts import dead_experts, expert_load
 from hookstats.rules.finding import SEVERITIES, Finding
@@ -36,11 +36,12 @@ from hookstats.rules.spikes import gradient_norm_spike, loss_spike
 from hookstats.rules.step import SiteIds, Step
 from hookstats.rules.step_law import outside_write
 from hookstats.rules.story import Plot
-from hookstats.rules.targets import broadcast_target, nll_of_logits, sorted_data
+from hookstats.rules.targets import absent_class, broadcast_target, nll_of_logits, sorted_data
 from hookstats.rules.updates import update_ratio
 
 Function: TypeAlias = Callable[[Step], Verdict]  # one's own rule, without thresholds
 
+_NOTHING: frozenset[str] = frozenset()
 _ENDED = 20  # verdicts of a rule without a problem, after which it has ended
 _GROWN = 10.0  # how much worse it must have become to be reported again
 
@@ -56,6 +57,7 @@ def defaults() -> list[Rule]:
         broadcast_target,
         nll_of_logits,
         sorted_data,
+        absent_class,
         equal_channels,
         growing_gradients,
         bias_gradient,
@@ -86,6 +88,7 @@ def defaults() -> list[Rule]:
         dead_experts,
         residual_drift,
         silent_rows,
+        posterior_collapse,
         clipped_gradients,
         constant_output,
         no_progress,
@@ -158,18 +161,20 @@ class _Ruling:
         self.memory = Memory()
         self.verdicts = 0
         self.episodes: dict[tuple[str, Site | None], _Episode] = {}
-        self.seen: set[str] = set()  # names of the findings of the last step that was judged, new or not
+        self.seen = _NOTHING  # names of the findings of the last step that was judged, new or not
 
     def findings(self, step: Step) -> list[Finding]:
         """Those that are new."""
-        self.seen = set()
+        self.seen = _NOTHING
         self.memory.sites = len(step.sites)
         found = self.rule.verdict(step, self.memory)
         if found is None:
             return []
         self.verdicts += 1
+        if not found:
+            return []
         new = [finding for finding in found if self._is_new(finding)]
-        self.seen = {finding.rule for finding in found}
+        self.seen = frozenset(finding.rule for finding in found)
         return new
 
     def _is_new(self, finding: Finding) -> bool:

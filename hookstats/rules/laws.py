@@ -12,6 +12,7 @@ from hookstats.rules.arriving import sums_of_outputs
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import number, times
+from hookstats.rules.history import middle
 from hookstats.rules.memory import Memory
 from hookstats.rules.step import Mask, Step
 
@@ -35,19 +36,23 @@ def _of_one_ratio(
     gradients, ratios: the ids of gradients whose sums have not cancelled, and the ratio of each. say: of a name, its
     ratio over the others', the others' ratio, how many others there are, since when, and whether it jumped.
     """
-    common = 1.0 if (abs(ratios - 1) < _EQUAL).any() else float(np.median(ratios))
+    equal, streak = np.count_nonzero(abs(ratios - 1) < _EQUAL), memory.streak()
+    agreed, known = memory.of_sites("agreed", False), memory.of_sites("known", False)  # in the last judged step; ever
+    if equal == len(ratios) and not streak.goes_on:
+        agreed[gradients] = known[gradients] = True
+        return []
+    common = 1.0 if equal else middle(ratios)
     relative = np.full(len(step.sites), np.nan)
     if common:
         relative[gradients] = ratios / common
     agree = abs(relative - 1) < _EQUAL
-    count = int(agree.sum())
+    count = int(np.count_nonzero(agree))
     if count < (1 if common == 1 else 2) or (common != 1 and 3 * count < 2 * gradients.size):
         return []
     judged = np.isfinite(relative)
     off = judged & ~((relative < factor) & (relative > 1 / factor))
-    agreed, known = memory.of_sites("agreed", False), memory.of_sites("known", False)  # in the last judged step; ever
-    streak, late = memory.streak(), memory.of_sites("late", False)
-    if off.any():
+    late = memory.of_sites("late", False)
+    if np.count_nonzero(off):
         first = memory.of_sites("first", np.nan)  # the ratio when the streak began
         lengths = np.append(streak.lengths, np.zeros(len(off) - len(streak.lengths), np.int64))
         goes_on = (lengths > 0) & (abs(relative / first - 1) < _CONSTANT)
@@ -83,17 +88,19 @@ def bias_gradient(step: Step, memory: Memory, factor: float = 1.5, consecutive_s
     is meant to scale their gradients; they hold from the first step on. What to do: look at what changes gradients
     after backward: hooks on parameters, reductions over a process group, a division that is missing or done twice.
 
-    So that a healthy run is silent: a layer is judged where its output had one gradient in the step, where its sums
+    False-positive guards: a layer is judged where its output had one gradient in the step, where its sums
     have not cancelled, as they do between a residual stream and the norms behind it, and where other layers agree to
     1 %. Clipping each parameter or group by itself, what is learned, and other ranks' data change a ratio from step to
     step.
     """
-    gradients, outputs, is_weight = step.once(sums_of_outputs)
+    gradients, outputs = step.alike(_biases_and_outputs)
+    if not len(gradients):
+        return None
     now, fresh, sizes = step.sums[gradients], step.sums[outputs], step.totals.l1_norm
-    known: Mask = (is_weight == 0) & (step.calls[outputs] == 1) & (abs(now) > _LEAST * sizes[gradients])
-    known &= (abs(fresh) > _LEAST_OF_OUTPUT * sizes[outputs]) & np.isfinite(now) & np.isfinite(fresh)
-    known &= step.nonfinite[gradients] + step.nonfinite[outputs] == 0
-    if not known.any():
+    known: Mask = (abs(now) > _LEAST * sizes[gradients]) & (abs(fresh) > _LEAST_OF_OUTPUT * sizes[outputs])
+    if step.has_nonfinite:
+        known &= step.nonfinite[gradients] + step.nonfinite[outputs] == 0
+    if not np.count_nonzero(known):
         return None
 
     def say(name: str, size: str, common: float, count: int, since: int, is_late: bool) -> str:
@@ -120,6 +127,14 @@ def bias_gradient(step: Step, memory: Memory, factor: float = 1.5, consecutive_s
     return _of_one_ratio(step, memory, gradients[known], ratios, factor, consecutive_steps, say)
 
 
+def _biases_and_outputs(step: Step) -> Counts:
+    """``[2, pairs]``: those of `sums_of_outputs` that are of biases, where the output had one gradient."""
+    gradients, outputs, is_weight = step.once(sums_of_outputs)
+    came = (step.totals.count[gradients] > 0) & (step.totals.count[outputs] > 0)
+    result: Counts = np.array([gradients, outputs])[:, (is_weight == 0) & (step.calls[outputs] == 1) & came]
+    return result
+
+
 @rule(of="param_grad_local")
 def reduced_gradient(step: Step, memory: Memory, factor: float = 1.5, consecutive_steps: int = 5) -> list[Ill] | None:
     """Reduced gradients are no mean of what the ranks brought: averaged twice, or one layer otherwise (warning).
@@ -135,7 +150,7 @@ def reduced_gradient(step: Step, memory: Memory, factor: float = 1.5, consecutiv
     What else looks like it: a group of experts, whose gradients fewer ranks share; a loss that was divided by hand by
     the number of ranks. What to do: look at what divides gradients after backward: DistributedDataParallel has done it.
 
-    So that a healthy run is silent: a parameter is judged where its sums have not cancelled, and where others agree to
+    False-positive guards: a parameter is judged where its sums have not cancelled, and where others agree to
     1 %. Clipping by a norm gives another ratio in each step, the same in all layers.
     """
     if step.ranks == 1:
@@ -187,7 +202,7 @@ def replica_drift(step: Step, memory: Memory) -> list[Finding] | None:
     is left out, a gradient that is not reduced, a generator of random numbers with another seed. `check_replicas`
     compares all bits.
 
-    So that a healthy run is silent: it is arithmetic, without a threshold. Not compared is what one rank alone holds,
+    False-positive guards: it is arithmetic, without a threshold. Not compared is what one rank alone holds,
     what was measured at another place in the step, and a gradient that no optimizer has taken; ranks that do not call
     ``monitor.step`` as often are at other steps, and under DistributedDataParallel.join nothing is compared.
     """

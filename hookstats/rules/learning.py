@@ -76,7 +76,7 @@ def unchanged_parameters(step: Step, memory: Memory, steps: int = 20, all_steps:
     schedule that has ended. What to do: see that the optimizer was made of ``model.parameters()`` of this very model,
     after it was moved, wrapped or replaced, and print the learning rates of its groups.
 
-    So that a healthy run is silent: frozen parameters (``requires_grad=False``) have no gradient, and neither have
+    False-positive guards: frozen parameters (``requires_grad=False``) have no gradient, and neither have
     those whose modules do not run; both are not judged, nor are gradients that are mostly 0 (an embedding, whose rows
     are not in each batch), below 1e-4 of the others' (these vanish), or what they were in the measured step before
     (nobody has computed them anew). A training whose gradients have fallen to 1e-3 of what they were has found what it
@@ -224,7 +224,7 @@ def lost_updates(step: Step, memory: Memory, share: float = 0.8, steps: int = 20
     they show here; then the loss comes down, and it is a note. What to do: keep float32 parameters and use autocast, or
     an optimizer with float32 copies or stochastic rounding.
 
-    So that a healthy run is silent: gradients that are mostly 0 (rows of an embedding) are not judged.
+    False-positive guards: gradients that are mostly 0 (rows of an embedding) are not judged.
     """
     _note_losses(step, memory)
     totals = step.totals
@@ -232,7 +232,7 @@ def lost_updates(step: Step, memory: Memory, share: float = 0.8, steps: int = 20
     if not np.count_nonzero(judged) or not np.count_nonzero(judged := judged & step.cached(_gets_gradient)):
         return None
     streak, count, zeros = memory.streak(), 0.0, 0.0
-    if np.count_nonzero(totals.zeros[judged]):  # else nothing stayed as it is, and precisions need not be known
+    if np.count_nonzero(totals.zeros[judged] > share * totals.count[judged]):  # else precisions need not be known
         judged = judged & step.cached(_is_rounded)
         count, zeros = float(totals.count[judged].sum()), float(totals.zeros[judged].sum())
     lasts = streak.push(step.number, np.array([bool(count and zeros > share * count)]), steps=5)[0]
@@ -272,7 +272,7 @@ def shrinking_weights(
     What else looks like it: data that were learned by heart, behind which nothing but the decay is left. What to do:
     lower weight_decay, or leave out norms and biases; AdamW multiplies it by the learning rate, Adam does not.
 
-    So that a healthy run is silent: parameters with fewer than ``values`` = 64 sampled elements, and those that have
+    False-positive guards: parameters with fewer than ``values`` = 64 sampled elements, and those that have
     one value, are not judged; ordinary updates go anywhere.
     """
     _note_losses(step, memory)

@@ -32,7 +32,7 @@ def second_moment(
     epsilon (1e-15 costs nothing in float32), or a loss that is not divided; where weights or gradients shrink for
     another reason, look there first.
 
-    So that a healthy run is silent: in ``consecutive_steps`` = 20 verdicts in a row, because moments begin at 0; at
+    False-positive guards: in ``consecutive_steps`` = 20 verdicts in a row, because moments begin at 0; at
     least ``values`` = 64 are not 0; and values that are 0 do not count: they are of rows of an embedding that no token
     has met. A bias whose gradient is below ``cancelled`` = 1e-4 of that of its weight is not judged: that of a key's
     bias in attention is 0 but for rounding.

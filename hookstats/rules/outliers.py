@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from hookstats.numbers.fields import Array
+from hookstats.numbers.fields import FIELDS, Array
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.formatting import number, tensor_of, times
 from hookstats.rules.history import middle
 from hookstats.rules.memory import Memory
 from hookstats.rules.step import Mask, Step
+
+_MIN, _MAX = FIELDS.index("min"), FIELDS.index("max")
 
 
 @rule(of="output")
@@ -22,7 +24,7 @@ def massive_activations(step: Step, value: float = 100.0, ratio: float = 1000.0,
     What else looks like it: nothing that we know. What to do: nothing, unless you quantise; then leave the layer out,
     or give it a scale per channel. Attention sinks and missing norms make such values; registers and gates avoid them.
 
-    So that a healthy run is silent: in ``consecutive_steps`` = 3 verdicts in a row; and the median is that of the
+    False-positive guards: in ``consecutive_steps`` = 3 verdicts in a row; and the median is that of the
     values that are not 0, to the bin of a factor of 2 (its upper end), or all of a ReLU's would be massive. Without a
     histogram by exponent it is the mean of their absolute values, which is larger.
     """
@@ -74,7 +76,7 @@ def outlier_channels(
     weights that make the channel, and at whether weight decay reaches them; in float8 or int8, give the output a scale
     per channel.
 
-    So that a healthy run is silent: in ``consecutive_steps`` = 3 verdicts in a row, with a channel beyond ``ratio``
+    False-positive guards: in ``consecutive_steps`` = 3 verdicts in a row, with a channel beyond ``ratio``
     that is so in all of them: early in a training outliers wander, later the same ones stay (arXiv 2602.02047). An
     outlier is at least ``value`` = 6 (Dettmers et al. 2022, LLM.int8(), arXiv 2208.07339), because where all values are
     small nothing is lost; channels that are 0 throughout do not count in the median; and an output has at least 16
@@ -89,14 +91,15 @@ def outlier_channels(
     likely = judged & (totals.abs_max > value) & (totals.abs_max > 7 * totals.abs_mean)
     for site in np.flatnonzero(likely).tolist():
         ratios[site] = _over_median_channel(step, site, value)
-        if ratios[site].max() > severe or (ratios[site] > ratio).sum() > many:
+        largest = ratios[site].max()
+        if largest > severe or (largest > ratio and np.count_nonzero(ratios[site] > ratio) > many):
             beyond = set(np.flatnonzero(ratios[site] > ratio).tolist())
             staying[site] = beyond & staying.get(site, beyond)
             ill[site] = bool(staying[site])
     for site in [site for site in staying if judged[site] and not ill[site]]:
         del staying[site]
-    if not ratios:
-        return Ill(ill, lambda _, since: "", judged=judged, steps=consecutive_steps)
+    if not np.count_nonzero(ill) and not memory.streak().goes_on:
+        return []
 
     def say(site: int, since: int) -> str:
         channels = step.channels(site)
@@ -111,18 +114,18 @@ def outlier_channels(
             "channel."
         )
 
-    largest = np.zeros(len(step.sites))
-    largest[list(ratios)] = [each.max() for each in ratios.values()]
-    threshold = np.where(largest > severe, severe, ratio)
-    return Ill(ill, say, largest, threshold, judged=judged, steps=consecutive_steps)
+    largest_of = np.zeros(len(step.sites))
+    largest_of[list(ratios)] = [each.max() for each in ratios.values()]
+    threshold = np.where(largest_of > severe, severe, ratio)
+    return Ill(ill, say, largest_of, threshold, judged=judged, steps=consecutive_steps)
 
 
 def _over_median_channel(step: Step, site: int, value: float) -> Array:
     """``[channels]``: the largest |x| of each over the median of all; 0 where that says nothing."""
-    channels = step.channels(site)
-    assert channels is not None
-    sizes = channels.abs_max
+    state = step.state(site)
+    assert state is not None
+    sizes = np.maximum(-state[_MIN], state[_MAX]) / step.scales[site]
     some = sizes > 0
-    if some.sum() <= 16:
+    if np.count_nonzero(some) <= 16:
         return np.zeros(len(sizes))
     return np.where(sizes > value, sizes / middle(sizes[some]), 0.0)

@@ -165,7 +165,7 @@ def low_precision_fit(
     out where you quantise, or scale it per channel or block; where float16 overflows, keep the layer in bfloat16 or
     float32.
 
-    So that a healthy run is silent: in ``consecutive_steps`` = 5 verdicts in a row, from 1,000 values on that are not
+    False-positive guards: in ``consecutive_steps`` = 5 verdicts in a row, from 1,000 values on that are not
     0. Of the steps with histograms by exponent one in ``turns`` = 4 is judged: reading histograms is what costs most of
     all rules, and nobody chooses a precision within four steps.
     """

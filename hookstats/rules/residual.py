@@ -26,7 +26,7 @@ def residual_drift(step: Step, ratio: float = 100.0, consecutive_steps: int = 5,
     What else looks like it: blocks that are meant to amplify, as of a decoder that widens. What to do: scale the last
     projection of each block by 1 / sqrt(2 blocks), normalise before each block, or begin with a small gain.
 
-    So that a healthy run is silent: it begins behind the first block, because embeddings are small at first; from
+    False-positive guards: it begins behind the first block, because embeddings are small at first; from
     ``blocks`` = 4 on; blocks are modules with a number as their name that hold others which are watched, not experts,
     and run in the order of these numbers.
     """

@@ -78,7 +78,7 @@ def loss_spike(
     the batch of the step; if it happens again, clip gradients, lower the learning rate, or leave such batches out;
     where the loss stays up, go back to a checkpoint before it.
 
-    So that a healthy run is silent: a jump is judged when there are ``min_history`` = 16 losses, must be one by 5 % of
+    False-positive guards: a jump is judged when there are ``min_history`` = 16 losses, must be one by 5 % of
     the level, and must undo a share ``undone`` = 0.05 of what the loss has come down since the first steps, because a
     model that has learned its data by heart has losses near 0 that vary by any factor. What OLMo-core does not say is a
     setting of ours.
@@ -249,7 +249,7 @@ def gradient_norm_spike(
     What else looks like it: a batch with more tokens or another task. What to do: look at the batch of the step, clip
     gradients, and lower the learning rate where it happens again.
 
-    So that a healthy run is silent: a single batch of another kind is no illness, and without clipping they are common
+    False-positive guards: a single batch of another kind is no illness, and without clipping they are common
     in small language models; steps in a row are one jump; judged when there are ``min_history`` = 32 norms; and
     ``factor`` = 5 times the level at least (a setting of ours), because norms that are clipped do not vary at all.
     Norms that are clipped say nothing: see `Monitor.measure_gradients`.

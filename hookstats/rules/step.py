@@ -147,6 +147,7 @@ class Step:
         self.sites: Sequence[Site] = sites.all
         self._is_aligned = sites.are_all(self._ids)
         self._cached: dict[Any, Any] = {}
+        self._channels: dict[int, Stats[Array] | None] = {}
 
     def is_kind(self, kind: str) -> Mask:
         """``[n]``: whether a site's tensor is an "output", a "grad_output", a "param", ..., see attach."""
@@ -273,10 +274,10 @@ class Step:
         """Those of a site by its id, ``[channels]``, without the scaler's scale; None where none were kept, or sent, or
         where they are samples.
         """
-        place = int(self._place[site])
-        if place < 0 or not self._frame.sites.keeps[place] or site in self.of_samples:
-            return None
-        return self._frame.stats(place).channels
+        if site not in self._channels:
+            state, scale = self.state(site), float(self.scales[site])
+            self._channels[site] = None if state is None else Stats(state if scale == 1 else unscale(state, scale))
+        return self._channels[site]
 
     def channels_or_whole(self, site: int) -> Stats[Array]:
         """The same; of all together, ``[1]``, where there are none."""
@@ -319,7 +320,7 @@ class Step:
         """Whether any site of this step has a histogram by exponent of its whole tensor."""
         frame = self._frame
         by_exponent = isinstance(frame.bins, ExponentBins) and not frame.bins.per_channel
-        return by_exponent and any(frame.histogram(i) is not None for i in frame.order.tolist())
+        return by_exponent and bool(frame.sites.counters[frame.order].any())
 
     def exponents(self, chosen: Mask) -> tuple[Counts, Counts]:
         """Histograms by exponent of whole tensors, of these sites ``[n]``: the ids that have one ``[k]``, counts

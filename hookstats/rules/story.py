@@ -22,7 +22,7 @@ _DEPTH = {
     "outside-write": 2, "optimizer-formula": 2, "clipped-gradients": 1, "silent-rows": 4, "constant-output": 5,
     "missing-gradients": 4, "bias-gradient": 4, "reduced-gradient": 4, "exploding-gradients": 4,
     "vanishing-gradients": 4, "gradient-norm-spike": 4, "update-ratio": 4,
-    "loss-spike": 5, "no-progress": 6,
+    "loss-spike": 5, "no-progress": 6, "absent-class": 2, "posterior-collapse": 4,
     "low-precision-fit": 7, "massive-activations": 7,
 }  # fmt: skip
 _FORWARD = 3

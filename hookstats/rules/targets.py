@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from hookstats.numbers.fields import FIELDS
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.formatting import number, tensor_of
 from hookstats.rules.memory import Memory
 from hookstats.rules.step import Step
+
+_COUNT, _MIN, _MAX = map(FIELDS.index, ("count", "min", "max"))
 
 
 def answer(step: Step) -> tuple[int, int] | None:
@@ -39,7 +42,7 @@ def broadcast_target(step: Step, consecutive_steps: int = 5, residual: float = 1
     What else looks like it: one target for the whole batch, and a second term of the loss. What to do: give both the
     same shape, by ``output.squeeze(-1)`` or ``target[:, None]``; torch warns of it where the loss is `mse_loss`.
 
-    So that a healthy run is silent: where targets differ the two agree by chance alone; answers of fewer than 8 values,
+    False-positive guards: where targets differ the two agree by chance alone; answers of fewer than 8 values,
     and those that are the same for all rows, are not judged.
     """
     found, loss = answer(step), step.scalars.get("loss")
@@ -83,7 +86,7 @@ def nll_of_logits(step: Step, consecutive_steps: int = 5) -> Ill | None:
     What else looks like it: a model whose chosen output is to grow for its own sake. What to do: use `cross_entropy`,
     which takes logits; or give `nll_loss` the result of ``log_softmax``.
 
-    So that a healthy run is silent: a gradient that has several sizes, as that of Q learning has, is not judged, nor is
+    False-positive guards: a gradient that has several sizes, as that of Q learning has, is not judged, nor is
     one of fewer than 8 rows.
     """
     found = answer(step)
@@ -125,7 +128,7 @@ def sorted_data(step: Step, memory: Memory, share: float = 0.7, batches: int = 1
     What else looks like it: tasks that are learned one after another on purpose. What to do: shuffle
     (``DataLoader(shuffle=True)``; for streams a buffer that is larger than a class; for files, their order).
 
-    So that a healthy run is silent: batches of fewer than ``rows`` = 8 rows are not judged; nor is a class that is
+    False-positive guards: batches of fewer than ``rows`` = 8 rows are not judged; nor is a class that is
     nearly all of the data, for then it is always the same.
     """
     found = answer(step)
@@ -136,11 +139,11 @@ def sorted_data(step: Step, memory: Memory, share: float = 0.7, batches: int = 1
     size = float(totals.l1_norm[gradient])
     if not abs(float(step.sums[gradient])) < 1e-3 * size:
         return None
-    channels = step.channels(gradient)
-    if channels is None or len(channels.count) < 3 or channels.count.min() < rows:
+    state = step.state(gradient)
+    if state is None or state.shape[1] < 3 or state[_COUNT].min() < rows:
         return None
-    pulled = np.flatnonzero(channels.min < 0)
-    chosen = int(pulled[0]) if len(pulled) == 1 and channels.max[pulled[0]] <= 0 else -1
+    pulled = np.flatnonzero(state[_MIN] < 0)
+    chosen = int(pulled[0]) if len(pulled) == 1 and state[_MAX, pulled[0]] <= 0 else -1
     last, known = memory.last("last", batches), memory.setdefault("classes", set())
     last.append(chosen)
     if chosen >= 0:
@@ -157,3 +160,61 @@ def sorted_data(step: Step, memory: Memory, share: float = 0.7, batches: int = 1
         )
 
     return Ill(is_ill, say, alone / batches, share, since=memory.get("since"), site=site)
+
+
+@rule(of="grad_output", per_site=False)
+def absent_class(
+    step: Step, memory: Memory, batches: int = 40, rows: float = 100.0, share: float = 0.25
+) -> Ill | list[Ill] | None:
+    """A class that is never a target, so that the model learns never to answer it (a note).
+
+    The gradient of a cross-entropy is below 0 at the class of a row and above 0 at all others, and adds up to 0 in each
+    row. So a channel of the gradient of the last output that has been above 0 and never below is a class that no row
+    had. It is told after ``batches`` = 40 measured steps and ``rows`` = 100 rows for each class. It follows from the
+    definition; the figures are ours.
+
+    What else looks like it: padding and reserved classes, which are left out on purpose; a class that is rarer than one
+    row in all. What to do: look whether the data have that class, whether ``ignore_index`` or a mask takes more than
+    the padding (an end-of-text token that is also the padding is never learned, and a model that was trained so does
+    not stop), and whether labels count from 0.
+
+    False-positive guards: where more than ``share`` = 0.25 of the classes are absent, the vocabulary is wider than the
+    data, and nothing is said; nor of fewer than 3 classes.
+    """
+    found = answer(step)
+    if found is None:
+        return None
+    site, gradient = found
+    state = step.state(gradient)
+    if (
+        state is None
+        or state.shape[1] < 3
+        or not abs(float(step.sums[gradient])) < 1e-3 * step.totals.l1_norm[gradient]
+    ):
+        return None
+    classes = state.shape[1]
+    had, others = memory.get("had"), memory.get("others")
+    if had is None or len(had) != classes:
+        had, others = memory["had"], memory["others"] = np.zeros((2, classes), bool)
+        memory["rows"] = memory["steps"] = 0
+        memory["since"] = step.number
+    had |= state[_MIN] < 0
+    others |= state[_MAX] > 0
+    memory["rows"] += float(state[_COUNT].max())
+    memory["steps"] += 1
+    if memory["steps"] < batches or memory["rows"] < rows * classes:
+        return []
+    absent = np.flatnonzero(others & ~had)
+
+    def say(_: int, since: int) -> str:
+        listed = ", ".join(map(str, absent[:5].tolist())) + (", ..." if len(absent) > 5 else "")
+        one = len(absent) == 1
+        return (
+            f"{'class' if one else 'classes'} {listed} of {tensor_of(step.sites[site])} {'has' if one else 'have'} been "
+            f"the target of no row in {memory['steps']} measured steps: the model learns never to answer "
+            f"{'it' if one else 'them'}. That is right for padding and reserved classes; else look at the data, at "
+            "labels that do not count from 0, and at ignore_index, which must not be the end-of-text token."
+        )
+
+    is_ill = 0 < len(absent) <= share * classes
+    return Ill(is_ill, say, len(absent), 0.0, "note", since=memory["since"], site=site)

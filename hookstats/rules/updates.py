@@ -46,7 +46,7 @@ def update_ratio(
     steps are large by design. What to do: lower the learning rate, warm it up, or clip gradients; see that weight decay
     is not meant for another optimizer.
 
-    So that a healthy run is silent: parameters that began with one value throughout (LoRA with 0, a layer scale with
+    False-positive guards: parameters that began with one value throughout (LoRA with 0, a layer scale with
     1e-6) or with a mean absolute value below ``begun`` = 1e-5 (timm's class tokens, with a deviation of 1e-6) have no
     size but that of their updates, and neither have biases, which may pass through 0 (those of keys in attention change
     nothing, and only tremble): these are not judged; nor are parameters of fewer than ``values`` = 64 numbers.

@@ -8,7 +8,7 @@ from hookstats.__main__ import main
 from hookstats.rules import book
 from tests.conftest import ROOT
 
-PARTS = ["What else looks like it:", "What to do:", "So that a healthy run is silent:"]
+PARTS = ["What else looks like it:", "What to do:", "False-positive guards:"]
 
 
 @pytest.mark.parametrize("page", book.pages(), ids=lambda page: page.name)

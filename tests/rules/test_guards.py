@@ -229,7 +229,7 @@ def test_a_window_keeps_the_last_values_of_each_site_and_what_is_silent_keeps_it
     for step in range(20):
         sites = 2 if step < 3 else 3
         values, chosen = generator.standard_normal(sites), generator.random(sites) < 0.6
-        window.push(values, chosen)
+        window.push(values, np.flatnonzero(chosen))
         for i in np.flatnonzero(chosen):
             pushed[i].append(values[i])
         median = window.median(sites)

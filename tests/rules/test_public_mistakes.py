@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.illnesses import public_mistakes
+from benchmarks.illnesses import public_healthy, public_mistakes  # noqa: F401, it registers its illnesses
 from benchmarks.illnesses.healthy import HEALTHY
 from benchmarks.illnesses.training import ILL, run, seeded
 from hookstats import Snapshot, attach
@@ -45,6 +45,9 @@ NAMED = [
     ("a_negative_log_likelihood_of_probabilities", "mlp", "nll-of-logits", "warning", "log_softmax"),
     ("data_that_are_sorted_by_class", "mlp", "sorted-data", "warning", "Shuffle them"),
     ("a_class_after_another", "mlp", "sorted-data", "warning", "a single class each, 2 different ones"),
+    ("a_class_that_no_row_has", "mlp", "absent-class", "note", "class 7 of the output of 6 has been the target of no row"),
+    ("an_end_of_text_that_is_taken_for_padding", "gpt", "absent-class", "note", "must not be the end-of-text token"),
+    ("a_posterior_that_collapses", "mlp", "posterior-collapse", "warning", "lower the weight of the KL term"),
     ("a_mean_over_the_batch", "mlp", "constant-output", "warning", "all rows get one answer"),
     ("an_input_that_does_not_matter", "mlp", "constant-output", "warning", "inputs that are far too small"),
     ("weights_that_are_all_equal", "mlp", "equal-channels", "warning", "the weights began with one value"),
@@ -69,7 +72,7 @@ def test_a_mistake_is_named(name: str, kind: str, rule: str, severity: str, word
     assert words in found[0].sentence
 
 
-@pytest.mark.parametrize("name", sorted(public_mistakes.PUBLIC))
+@pytest.mark.parametrize("name", sorted(public_healthy.PUBLIC))
 def test_what_is_healthy_beside_it_sets_off_no_alarm(name: str) -> None:
     assert alarms(of_healthy(name)) == []
 
@@ -82,6 +85,10 @@ TWINS = {
         "a_negative_log_likelihood_of_log_probabilities.mlp", "a_log_softmax_in_the_loss.mlp", "values_of_actions.mlp",
     ],
     "sorted-data": ["batches_of_eight.cnn", "a_class_that_is_nearly_all.mlp", "as_it_is.mlp"],
+    "absent-class": ["a_class_that_is_rare.mlp", "as_it_is.mlp", "values_of_actions.mlp"],
+    "posterior-collapse": [
+        "a_variational_autoencoder.mlp", "small_answers_that_are_learned.mlp", "low_rank_adapters.mlp",
+    ],
     "constant-output": ["an_encoder_by_contrast.mlp", "a_class_that_is_nearly_all.mlp", "two_views_of_an_image.mlp"],
     "equal-channels": ["low_rank_adapters.mlp", "as_it_is.mlp"],
     "silent-rows": ["four_heads.gpt"],
