@@ -1,4 +1,4 @@
-"""Mistakes that people have described in public, each rebuilt small; public_healthy.py has the healthy trainings beside.
+"""Mistakes that people have described in public, each rebuilt small; public_healthy.py has the healthy ones.
 
 Thresholds were set on these: they belong to the half that is seen.
 """
@@ -99,7 +99,7 @@ def a_class_that_no_row_has(setup: Setup) -> None:
 
 @ill("absent-class", on=("gpt",))
 def an_end_of_text_that_is_taken_for_padding(setup: Setup) -> None:
-    """The most frequent token takes its place, and the vocabulary has what the text has: the loss leaves out the end."""
+    """The loss leaves it out. The most frequent character is the end here, and the others are the vocabulary."""
     known = text().unique()
     model: Any = setup.model
     model.head = nn.Linear(model.head.in_features, len(known), bias=False)

@@ -46,6 +46,7 @@ __all__ = [
     "Memory",
     "Rule",
     "Step",
+    "absent_class",
     "attention_entropy",
     "attention_logits",
     "attention_sink",

@@ -103,9 +103,10 @@ def posterior_collapse(
     def say(site: int, since: int) -> str:
         return (
             f"the gradient of {tensor_of(step.sites[site])} is this output times one number, in all channels and in "
-            f"each measured step since step {since}, and its rms has come to {number(float(rms[site]))}: only a penalty "
-            "on its size reaches it, and it says nothing of what came in. Of a variational autoencoder the posterior "
-            "has collapsed: lower the weight of the KL term, let it grow from 0, or leave each dimension some free bits."
+            f"each measured step since step {since}, and its rms has come to {number(float(rms[site]))}: only a "
+            "penalty on its size reaches it, and it says nothing of what came in. Of a variational autoencoder the "
+            "posterior has collapsed: lower the weight of the KL term, let it grow from 0, or leave each dimension "
+            "some free bits."
         )
 
     return Ill(ill, say, rms, size, judged=judged, steps=consecutive_steps)

@@ -186,11 +186,8 @@ def absent_class(
         return None
     site, gradient = found
     state = step.state(gradient)
-    if (
-        state is None
-        or state.shape[1] < 3
-        or not abs(float(step.sums[gradient])) < 1e-3 * step.totals.l1_norm[gradient]
-    ):
+    is_softmax = abs(step.sums[gradient]) < 1e-3 * step.totals.l1_norm[gradient]
+    if state is None or state.shape[1] < 3 or not is_softmax:
         return None
     classes = state.shape[1]
     had, others = memory.get("had"), memory.get("others")
@@ -208,12 +205,12 @@ def absent_class(
 
     def say(_: int, since: int) -> str:
         listed = ", ".join(map(str, absent[:5].tolist())) + (", ..." if len(absent) > 5 else "")
-        one = len(absent) == 1
+        what, have, it = ("class", "has", "it") if len(absent) == 1 else ("classes", "have", "them")
         return (
-            f"{'class' if one else 'classes'} {listed} of {tensor_of(step.sites[site])} {'has' if one else 'have'} been "
-            f"the target of no row in {memory['steps']} measured steps: the model learns never to answer "
-            f"{'it' if one else 'them'}. That is right for padding and reserved classes; else look at the data, at "
-            "labels that do not count from 0, and at ignore_index, which must not be the end-of-text token."
+            f"{what} {listed} of {tensor_of(step.sites[site])} {have} been the target of no row in "
+            f"{memory['steps']} measured steps: the model learns never to answer {it}. That is right for padding and "
+            "reserved classes; else look at the data, at labels that do not count from 0, and at ignore_index, which "
+            "must not be the end-of-text token."
         )
 
     is_ill = 0 < len(absent) <= share * classes

@@ -45,7 +45,7 @@ NAMED = [
     ("a_negative_log_likelihood_of_probabilities", "mlp", "nll-of-logits", "warning", "log_softmax"),
     ("data_that_are_sorted_by_class", "mlp", "sorted-data", "warning", "Shuffle them"),
     ("a_class_after_another", "mlp", "sorted-data", "warning", "a single class each, 2 different ones"),
-    ("a_class_that_no_row_has", "mlp", "absent-class", "note", "class 7 of the output of 6 has been the target of no row"),
+    ("a_class_that_no_row_has", "mlp", "absent-class", "note", "class 7 of the output of 6 has been the target"),
     ("an_end_of_text_that_is_taken_for_padding", "gpt", "absent-class", "note", "must not be the end-of-text token"),
     ("a_posterior_that_collapses", "mlp", "posterior-collapse", "warning", "lower the weight of the KL term"),
     ("a_mean_over_the_batch", "mlp", "constant-output", "warning", "all rows get one answer"),
