@@ -161,6 +161,18 @@ class Sites(Sequence[Site]):
             )
         return self._selections[key]
 
+    @cached_property
+    def of_one_channel(self) -> list[tuple[int, Counts, Counts]]:
+        """Of each block with sites of one channel: its number, these sites, and where their states lie."""
+        single = self.channels == 1
+        blocks = np.unique(self.block[single]).tolist()
+        chosen = [(number, np.flatnonzero(single & (self.block == number))) for number in blocks]
+        return [(number, here, self.begin[here] + np.arange(len(FIELDS))[:, None]) for number, here in chosen]
+
+    @cached_property
+    def of_more_channels(self) -> Counts:
+        return np.flatnonzero(self.channels > 1)
+
     def to_json(self) -> dict[str, Any]:
         """For json.dumps."""
         return {
@@ -329,12 +341,10 @@ class StepFrame:
             return self.known_wholes
         sites = self.sites
         result = np.empty((len(FIELDS), len(sites)))
-        for number in np.unique(sites.block[sites.channels == 1]).tolist():  # at once: most, where totals alone came
-            here = np.flatnonzero((sites.channels == 1) & (sites.block == number))
-            at = sites.begin[here] + np.arange(len(FIELDS))[:, None]
+        for number, here, at in sites.of_one_channel:  # at once: most, where totals alone came
             result[:, here] = self.memory[number][at].view(np.float64)
-        wide = np.flatnonzero(sites.channels > 1)
-        result[:, wide] = wholes_of([self.state(i) for i in wide.tolist()])
+        if len(sites.of_more_channels):
+            result[:, sites.of_more_channels] = wholes_of([self.state(i) for i in sites.of_more_channels.tolist()])
         return result
 
     @cached_property

@@ -84,14 +84,14 @@ def posterior_collapse(
     False-positive guards: outputs of fewer than 4 channels, or that have several gradients in a step, are not judged.
     """
     ids, gradients = step.alike(_outputs_and_gradients)
-    rms, known = step.totals.rms, memory.of_sites("ratios", np.nan)
-    ratios = rms[gradients] / rms[ids]
-    is_same = abs(ratios / known[ids] - 1) < equal
-    known[ids] = ratios
-    likely = is_same & (rms[ids] < size) & (ratios > 0)
-    ill, judged, streak = np.zeros(len(step.sites), bool), np.zeros(len(step.sites), bool), memory.streak()
-    if not np.count_nonzero(likely) and not streak.goes_on:
+    rms, known, streak = step.totals.rms, memory.of_sites("ratios", np.nan), memory.streak()
+    is_small = rms[ids] < size
+    if not np.count_nonzero(is_small) and not streak.goes_on:
         return []
+    ratios = rms[gradients] / rms[ids]
+    likely = is_small & (abs(ratios / known[ids] - 1) < equal) & (ratios > 0)
+    known[ids] = np.where(is_small, ratios, np.nan)
+    ill, judged = np.zeros((2, len(step.sites)), bool)
     judged[ids] = True
     for output, gradient in zip(ids[likely].tolist(), gradients[likely].tolist(), strict=True):
         of_output, of_gradient = step.state(output), step.state(gradient)
@@ -181,14 +181,16 @@ def silent_rows(step: Step, memory: Memory, share: float = 0.7, consecutive_step
     False-positive guards: embeddings, whose rows are tokens, have no such channels in their outputs; fewer
     than 8 rows are not judged.
     """
-    gradients, outputs = step.once(_weights_and_outputs)
-    totals = step.totals
-    silent, judged, had = np.zeros(len(step.sites)), step.valued("param_grad"), memory.of_sites("had", False)
+    gradients, outputs = step.alike(_weights_and_outputs)
+    totals, had = step.totals, memory.of_sites("had", False)
     zeros, count = totals.zeros[gradients], totals.count[gradients]
     likely = zeros >= share * count
-    if np.count_nonzero(likely):
-        likely &= (count > 0) & (totals.count[outputs] > 0) & (zeros < count)
-    had[gradients[(count > 0) & ~likely]] = True
+    if not np.count_nonzero(likely) and not memory.streak().goes_on:
+        had[gradients] = True
+        return []
+    likely &= (totals.count[outputs] > 0) & (zeros < count)
+    had[gradients[~likely]] = True
+    silent, judged = np.zeros(len(step.sites)), step.valued("param_grad")
     for weight, output in zip(gradients[likely].tolist(), outputs[likely].tolist(), strict=True):
         rows, channels = step.channels(weight), step.channels(output)
         if rows is not None and channels is not None and len(rows.count) == len(channels.count) >= 8:
@@ -216,11 +218,12 @@ def _has_weights(step: Step) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
 
 
 def _weights_and_outputs(step: Step) -> Counts:
-    """``[2, pairs]``: the ids of gradients of weights, and those of the gradients of their modules' outputs."""
+    """``[2, pairs]``: the ids of gradients of weights that have values, and those of the gradients of their modules'
+    outputs."""
     ids = {site.name: i for i, site in enumerate(step.sites) if step.is_kind("grad_output")[i]}
     pairs = [
         (i, ids[module])
-        for i in np.flatnonzero(step.is_kind("param_grad")).tolist()
+        for i in np.flatnonzero(step.valued("param_grad")).tolist()
         if step.sites[i].name.rpartition(".")[2] == "weight"
         and (module := step.sites[i].name.rpartition(".")[0]) in ids
     ]

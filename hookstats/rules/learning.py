@@ -228,11 +228,13 @@ def lost_updates(step: Step, memory: Memory, share: float = 0.8, steps: int = 20
     """
     _note_losses(step, memory)
     totals = step.totals
-    judged = step.alike(measured_updates)
-    if not np.count_nonzero(judged) or not np.count_nonzero(judged := judged & step.cached(_gets_gradient)):
+    judged, streak, count, zeros = step.alike(measured_updates), memory.streak(), 0.0, 0.0
+    may_be = np.count_nonzero(judged & (totals.zeros > share * totals.count)) > 0
+    if not may_be and not streak.goes_on:
         return None
-    streak, count, zeros = memory.streak(), 0.0, 0.0
-    if np.count_nonzero(totals.zeros[judged] > share * totals.count[judged]):  # else precisions need not be known
+    if not np.count_nonzero(judged := judged & step.cached(_gets_gradient)):
+        return None
+    if may_be:
         judged = judged & step.cached(_is_rounded)
         count, zeros = float(totals.count[judged].sum()), float(totals.zeros[judged].sum())
     lasts = streak.push(step.number, np.array([bool(count and zeros > share * count)]), steps=5)[0]

@@ -222,11 +222,10 @@ def _move(step: Step, memory: Memory) -> float | None:
     known, ids = memory.of_sites("outputs", np.nan), step.alike(valued_ids, "output")
     now, before = step.totals.rms[ids], known[ids]
     known[ids] = now
-    ratios = now / before
-    usable = (ratios > 0) & (ratios < np.inf)
-    if np.count_nonzero(usable) < len(ids):
-        ratios = ratios[usable]
-    return middle(np.abs(np.log(ratios))) if len(ratios) else None
+    moves = np.abs(np.log(now / before))
+    if not moves.max(initial=0.0) < np.inf:  # some were 0, or are
+        moves = moves[moves < np.inf]
+    return middle(moves) if len(moves) else None
 
 
 @rule(per_site=False)

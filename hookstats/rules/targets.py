@@ -49,7 +49,9 @@ def broadcast_target(step: Step, consecutive_steps: int = 5, residual: float = 1
     if found is None or loss is None:
         return None
     site, gradient = found
-    totals = step.totals
+    totals, state = step.totals, step.state(site)
+    if state is not None and state.shape[1] > 1:
+        return None
     count = float(totals.count[site])
     if count < 8 or count != totals.count[gradient]:
         return None
@@ -61,8 +63,7 @@ def broadcast_target(step: Step, consecutive_steps: int = 5, residual: float = 1
     is_one = abs(ratio / factor - 1) < residual
     if is_one:
         square = factor / 2 * (float(totals.rms[gradient]) * count / factor) ** 2
-        channels = step.channels(site)
-        is_one = loss > 1.01 * square and (channels is None or len(channels.count) == 1)
+        is_one = loss > 1.01 * square
 
     def say(_: int, since: int) -> str:
         return (
