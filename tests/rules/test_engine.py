@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from hookstats import Site, Snapshot
+from hookstats.numbers.fields import STATISTICS
 from hookstats.rules import Finding, Ill, Judge, Memory, Step, judge, rule, rule_from_json, rule_to_json
 from hookstats.rules.history import Course, Window
 from hookstats.rules.memory import from_state, to_state
+from hookstats.rules.step import SiteIds
 from tests.cluster import drifting
 from tests.language import trainings
 from tests.rules import fleet
@@ -225,3 +227,39 @@ def test_a_course_keeps_what_it_would_compute_from_all_of_its_values() -> None:
         assert course.level == level
         assert course.deviation == pytest.approx(deviation, rel=1e-12)
         assert course.limit(6.0, 2.0) == pytest.approx(level * np.exp(beyond) if in_logs else level + beyond, rel=1e-9)
+        for value in np.geomspace(1e-3, 1e3, 50).tolist():  # what is held without a deviation is within the limit
+            assert not course.surely_holds(value, 2.0) or value <= course.limit(6.0, 2.0)
+
+
+def test_what_follows_from_which_sites_fired_is_made_once_for_all_steps_that_agree_in_it() -> None:
+    made: list[list[str]] = []
+
+    def names_of_outputs(step: Step) -> list[str]:
+        made.append([step.sites[site].name for site in step.ordered("output")])
+        return made[-1]
+
+    @rule()
+    def names(step: Step) -> Ill:
+        found = step.alike(names_of_outputs)
+        return Ill(True, lambda site, since: f"{', '.join(found)}", step.number + 1.0)
+
+    judge_of_names, nan = Judge([names]), math.nan
+    both, first = {"a": 1.0, "b": 1.0}, {"a": 1.0}
+    measured = steps([both, both, first, both, both, both, {"a": nan, "b": 1.0}, {"c": 1.0, **both}, both])
+    measured[4].frame.order = measured[4].frame.order[::-1].copy()
+    said = ["a, b", "a, b", "a", "a, b", "b, a", "a, b", "b", "c, a, b", "a, b"]
+    for each, expected in zip(measured, said, strict=True):
+        assert judge_of_names._rulings[0].rule.function(Step(each, judge_of_names._sites)).say(0, 0) == expected
+    assert made == [["a", "b"], ["a"], ["b", "a"], ["b"], ["c", "a", "b"], ["a", "b"]]  # the last: a site more is known
+
+
+def test_the_totals_of_a_step_are_those_of_its_snapshot_silent_sites_included() -> None:
+    sites = SiteIds()
+    for each in steps([{"a": 2.0, "b": 3.0}, {"b": -1.0, "c": 0.0}, {"c": math.inf}]):
+        step = Step(each, sites)
+        for site, stats in each.items():
+            for name in STATISTICS:
+                value, expected = getattr(step.totals, name)[step.sites.index(site)], getattr(stats.total, name)
+                assert value == expected or (math.isnan(value) and math.isnan(expected)), (site, name)
+        assert np.isnan(step.totals.mean[step.totals.count == 0]).all()
+        assert np.isnan(step.totals.rms[step.totals.count == 0]).all()
