@@ -102,16 +102,15 @@ class Window:
 class Streak:
     """In how many verdicts in a row each site was ill: ``lengths`` ``[sites]``; ``since``: from which step on."""
 
-    def __init__(self, consecutive_steps: int = 1) -> None:
-        self._consecutive_steps = consecutive_steps
+    def __init__(self) -> None:
         self.goes_on = False  # whether any is longer than 0
         self.lengths = np.empty(0, np.int64)
         self.since = np.empty(0, np.int64)
 
-    def push(self, number: int, ill: Mask, judged: Mask | None = None, steps: int | None = None) -> Mask:
-        """``[sites]``: ill in this verdict, the last of `consecutive_steps` in a row at least.
+    def push(self, number: int, ill: Mask, judged: Mask | None = None, steps: int = 1) -> Mask:
+        """``[sites]``: ill in this verdict, the last of so many `steps` in a row at least.
 
-        number: of the step. judged: others stay as they were; None: all are. steps: another number than that.
+        number: of the step. judged: others stay as they were; None: all are.
         """
         new = len(ill) - len(self.lengths)
         if new > 0:
@@ -124,11 +123,7 @@ class Streak:
         begins = (self.lengths == 1) & (lengths == 0)
         self.since = np.where(begins, number, self.since)
         self.goes_on = bool(np.count_nonzero(self.lengths))
-        return ill & (self.lengths >= (self._consecutive_steps if steps is None else steps))
-
-    def push_one(self, number: int, ill: bool) -> bool:
-        """The same of something that is one, and no site."""
-        return bool(self.push(number, np.array([ill]))[0])
+        return ill & (self.lengths >= steps)
 
 
 class Course:

@@ -239,11 +239,11 @@ def test_a_window_keeps_the_last_values_of_each_site_and_what_is_silent_keeps_it
 
 
 def test_a_streak_grows_while_a_site_is_ill_and_waits_while_it_is_not_judged() -> None:
-    streak = Streak(2)
-    assert streak.push(3, np.array([True, False])).tolist() == [False, False]
-    assert streak.push(5, np.array([True, True, True]), np.array([False, True, True])).tolist() == [False] * 3
+    streak = Streak()
+    assert streak.push(3, np.array([True, False]), steps=2).tolist() == [False, False]
+    assert streak.push(5, np.array([True, True, True]), np.array([False, True, True]), 2).tolist() == [False] * 3
     assert streak.lengths.tolist() == [1, 1, 1]
-    assert streak.push(7, np.array([True, False, True])).tolist() == [True, False, True]
+    assert streak.push(7, np.array([True, False, True]), steps=2).tolist() == [True, False, True]
     assert streak.lengths.tolist() == [2, 0, 2]
     assert streak.since[[0, 2]].tolist() == [3, 5]
 
