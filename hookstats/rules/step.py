@@ -172,12 +172,15 @@ class Step:
     def alike(self, function: Callable[..., _Made], *arguments: Any) -> _Made:
         """What a function of this step makes of which sites fired, how often and in which order, and which have values.
 
-        It must look at no value: it is made once for all steps that agree in these, as those of a training do. Nor may
-        anybody write into it.
+        It must look at no value: it is made once for all steps that agree in these, as those of a training do. An array
+        cannot be written to.
         """
         key = function, arguments
         if key not in self._shared:
-            self._shared[key] = function(self, *arguments)
+            made: Any = function(self, *arguments)
+            if isinstance(made, np.ndarray):
+                made.setflags(write=False)
+            self._shared[key] = made
         return self._shared[key]  # type: ignore[no-any-return]
 
     @cached_property

@@ -250,6 +250,8 @@ def test_what_follows_from_which_sites_fired_is_made_once_for_all_steps_that_agr
     said = ["a, b", "a, b", "a", "a, b", "b, a", "a, b", "b", "c, a, b", "a, b"]
     for each, expected in zip(measured, said, strict=True):
         assert judge_of_names._rulings[0].rule.function(Step(each, judge_of_names._sites)).say(0, 0) == expected
+    with pytest.raises(ValueError, match="read-only"):
+        Step(measured[0], judge_of_names._sites).fired("output")[:] = True
     assert made == [["a", "b"], ["a"], ["b", "a"], ["b"], ["c", "a", "b"], ["a", "b"]]  # the last: a site more is known
 
 
