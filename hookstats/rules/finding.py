@@ -89,8 +89,6 @@ class Finding:
     @classmethod
     def from_json(cls, d: Mapping[str, Any]) -> Finding:
         """What `to_json` gave; ValueError for anything else."""
-        if isinstance(d, Mapping):  # before samples had ids, findings had none
-            d = {"sample_ids": [], **d}
         if not isinstance(d, Mapping) or set(d) != set(cls.__dataclass_fields__):
             raise ValueError(f"expected a finding's {', '.join(cls.__dataclass_fields__)}; got {d!r:.200}")
         for kind, names in _FIELDS_OF.items():

@@ -139,12 +139,14 @@ def exploding_gradients(
 
     found = list(_over_depth(step, memory, depth, depth_consecutive_steps, say_over_depth))
     rms, usual = step.totals.rms, memory.window("rms", window, min_history)
-    ratios, grown = np.zeros(len(rms)), measured & (rms > past * usual.bounds(len(rms))[0])
+    grown, ratios = measured & (rms > past * usual.bounds(len(rms))[0]), np.zeros(len(rms))
     if np.count_nonzero(grown):  # by the least that the medians can be
         median = usual.median(len(rms))
         np.divide(rms, median, out=ratios, where=measured & (median > 0))
         grown = (ratios > past) & (rms > beyond * _largest_of_kind(step, median))
     usual.push(rms, ids)
+    if not np.count_nonzero(grown) and not memory.streak("past").goes_on:
+        return found
 
     def say(sites: list[int], since: int) -> str:
         return (

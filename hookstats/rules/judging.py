@@ -228,12 +228,13 @@ class Judge:
         found: list[Finding] = []
         failed: list[Finding] = []
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-            rulings = [each for each in self._rulings if step.has_any(each.rule.of)]
+            rulings = step.alike(self._applicable)
             for ruling in rulings:
                 try:
                     found += ruling.findings(step)
                 except Exception as error:
                     self._rulings.remove(ruling)
+                    self._sites.forget()
                     name = ruling.rule.name
                     self._failed.append(name)
                     sentence = (
@@ -242,6 +243,10 @@ class Judge:
                     failed.append(step.finding(name, None, 1.0, 0.0, "warning", sentence))
         told = self._plot.tell(step.number, found, set().union(*(each.seen for each in rulings if each.seen)))
         return failed + [named(finding, step) for finding in told]
+
+    def _applicable(self, step: Step) -> list[_Ruling]:
+        """Those whose kinds of tensors came."""
+        return [each for each in self._rulings if step.has_any(each.rule.of)]
 
     def rebuild(self, measured: Iterable[Snapshot | StepFrame]) -> None:
         """Fills the rules' windows with the steps before those that are to be judged, where no `state` was kept.

@@ -196,7 +196,7 @@ def _rose(step: Step, memory: Memory, how: _Losses, at: int, value: float) -> Fi
 def _rising(memory: Memory, how: _Losses, value: float) -> int:
     """Over how many steps; 0: it does not."""
     firsts, last, past = memory["firsts"], [*memory.last("last", 30), value], memory.course("past", how.window)
-    if len(last) < 9 or not firsts or min(last) <= 0 or min(firsts) <= 0:
+    if len(last) < 9 or not firsts or max(last) <= firsts[0] or min(last) <= 0 or min(firsts) <= 0:
         return 0
     first, descended = math.log(firsts[0]), memory["lowest"] < _DESCENDED * firsts[0]
     start, doubled = math.log(max(firsts)) if descended else first, 0.0 if descended else math.log(2)

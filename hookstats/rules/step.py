@@ -84,6 +84,10 @@ class SiteIds:
             found = self._alike[key] = {}
         return found
 
+    def forget(self) -> None:
+        """Forget what was made for steps that are alike."""
+        self._alike.clear()
+
     def is_kind(self, kind: str) -> Mask:
         """``[n]``: whether a site's tensor is of this kind: "output.0" is an "output"."""
         mask = self._kinds.get(kind)
