@@ -33,8 +33,8 @@ class Totals(Stats[Array]):
             found = np.array([state.mean, state.min, state.max, state.abs_sum / state.count, squares / state.count])
             if np.count_nonzero(state.count) < len(state.count):
                 found[:, state.count == 0] = np.nan
-            self.mean, self.min, self.max, self.abs_mean, mean_squares = found
-            self.rms, self.l2_norm = np.sqrt(mean_squares), np.sqrt(squares)
+            names = ("mean", "min", "max", "abs_mean")
+            self.__dict__.update(zip(names, found, strict=False), rms=np.sqrt(found[-1]), l2_norm=np.sqrt(squares))
 
 
 def is_bias(name: str) -> bool:
