@@ -13,7 +13,7 @@ from benchmarks.illnesses import public_healthy, public_mistakes  # noqa: F401, 
 from benchmarks.illnesses.healthy import HEALTHY
 from benchmarks.illnesses.training import ILL, run, seeded
 from hookstats import Snapshot, attach
-from hookstats.rules import Finding, judge, loss_spike, nonfinite, outlier_channels, story
+from hookstats.rules import Finding, judge, loss_spike, nonfinite, outlier_channels, story, vanishing_gradients
 from tests.rules.test_guards import step_of
 from tests.rules.test_spikes import found_in
 
@@ -177,3 +177,15 @@ def test_one_channel_of_a_residual_stream_is_one_problem_however_many_blocks_it_
 
     found = judge([step(i) for i in range(20)], [outlier_channels])
     assert [each.step for each in found if each.because is None] == [found[0].step]
+
+
+@pytest.mark.parametrize(("scale", "words"), [(0.0, "All weights of 3 are 0"), (1.0, "Use ReLU or GELU instead")])
+def test_gradients_that_vanish_behind_weights_of_zero_want_other_weights_and_no_norm(scale: float, words: str) -> None:
+    def tensors() -> dict[tuple[str, str], torch.Tensor]:
+        outputs = {(f"{i}", "output"): torch.randn(8, 4) for i in range(8)}
+        gradients = {(f"{i}", "grad_output"): 10.0 ** (i - 7) * torch.randn(8, 4) for i in reversed(range(8))}
+        return {**outputs, **gradients, ("3.weight", "param_sample"): scale * torch.ones(4, 4)}
+
+    (found,) = judge([step_of(number, tensors()) for number in range(6)], [vanishing_gradients])
+    assert words in found.sentence
+    assert ("normalise" in found.sentence) == (scale != 0)
