@@ -168,7 +168,7 @@ def equal_channels(step: Step, memory: Memory, consecutive_steps: int = 5, width
 
 
 @rule(of="param_grad")
-def silent_rows(step: Step, memory: Memory, share: float = 0.7, consecutive_steps: int = 50) -> Ill | None:
+def silent_rows(step: Step, memory: Memory, share: float = 0.7, consecutive_steps: int = 50) -> Ill | list[Ill] | None:
     """Most neurons or heads of a layer get no gradient at all (a note; a warning where they had one before).
 
     ``share`` = 0.7 of the rows of a weight's gradient are exactly 0, and so are the gradients of the same channels of

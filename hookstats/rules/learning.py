@@ -45,7 +45,7 @@ def _stays(step: Step, memory: Memory, measured: Mask) -> Mask:
     """
     weights, counts, since = step.weights_of_updates, memory.of_sites("stayed", 0), memory.of_sites("since", 0)
     before = memory.of_sites("sizes", np.nan)
-    still = measured & (step.totals.zeros == step.totals.count)
+    still: Mask = measured & (step.totals.zeros == step.totals.count)
     if not memory.get("any stay", False) and not np.count_nonzero(still):
         ids = step.alike(_updates_with_weights)
         sizes = step.totals.l2_norm[weights[ids]]

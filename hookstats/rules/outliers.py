@@ -65,7 +65,7 @@ def outlier_channels(
     many: int = 10,
     value: float = 6.0,
     consecutive_steps: int = 3,
-) -> Ill | None:
+) -> Ill | list[Ill] | None:
     """A few channels of an output are far larger than the others, and stay the same ones (warning).
 
     The largest |x| of a channel, over the median of that of all channels of the output: below 10 is normal, beyond
