@@ -23,7 +23,7 @@ from hookstats.rules import book, judge
 from tests.cluster import drifting
 from tests.language import trainings
 from tests.report.browser import Browser
-from tests.rules import fleet, outside
+from tests.rules import fleet, outside, tokens
 
 PAGE = Path(__file__).with_name("rules.md")
 BEGIN = "## Each rule\n\n"  # the last section of the page
@@ -43,6 +43,7 @@ SHOWN = {
     "reduced-gradient": "gradients_that_are_averaged_twice",
     "outside-write": "averaged_weights_that_are_not_put_back",
     "optimizer-formula": "gradients_that_are_halved_while_an_optimizer_steps",
+    "cross-entropy-gradient": "microbatches_that_are_added_up",
     "bias-gradient": "gradients_of_one_layer_times_eight.mlp",
     "unchanged-parameters": "a_layer_that_no_optimizer_has.gpt",
     "lost-updates": "bfloat16_weights_whose_updates_are_lost.gpt",
@@ -104,6 +105,8 @@ def training(name: str) -> list[Snapshot]:
         return outside.snapshots()
     if name == "gradients_that_are_halved_while_an_optimizer_steps":
         return outside.snapshots(lambda step, model: None, make_optimizer=outside.halving)
+    if name in tokens.FAULTS:
+        return tokens.snapshots(name, steps=24)
     if name in drifting.FAULTS:
         return drifting.snapshots(name)
     if name in trainings.ILL:

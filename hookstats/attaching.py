@@ -13,9 +13,11 @@ from hookstats import _native
 from hookstats.language.attention import Attentions
 from hookstats.language.finding import Router, attentions, routers
 from hookstats.language.routers import Routers
+from hookstats.language.token_weights import KIND as TOKEN_WEIGHTS
+from hookstats.language.token_weights import TokenWeights
 from hookstats.modules import order
 from hookstats.modules.facts import facts, hidden
-from hookstats.modules.selection import Modules, all_modules
+from hookstats.modules.selection import Modules, all_modules, watched_root
 from hookstats.numbers.fields import Bins, ExponentBins
 from hookstats.numbers.ranks import ALONE, StepRanks
 from hookstats.watch.arguments import (
@@ -79,6 +81,7 @@ def attach(
             them; ``"optimizer"``, what an optimizer keeps of each parameter; ``"attention"``, the logits of each head;
             ``"router"``, the routers of mixtures of experts; ``"outside_update"``, what of a parameter's sample is
             another one when the next step of an optimizer begins, measured or not, than it was after a measured step;
+            ``"token_weights"``, what a cross entropy divides its tokens by;
             ``"optimizer_law"``, what a step of SGD, Adam or AdamW did to a parameter's sample over its formula.
         channels: whether statistics are kept per channel: True, False, globs over names, or `Channels`, which also says
             how often they are sent and along which dimension they lie.
@@ -202,6 +205,9 @@ def _hang(parts: _Parts, handles: list[Any], model: nn.Module, plan: Plan, exclu
         handles += parts.attentions.watch(
             attending, {name: device_of(m) or plan.device for name, m in attending.items()}
         )
+    root = watched_root(model, exclude) if TOKEN_WEIGHTS in plan.kinds else None
+    if root is not None:
+        handles.append(order.register(root, TokenWeights(parts.binder, root, device_of(root) or plan.device)))
     if "router" in plan.kinds:
         choosing = _routers(model, exclude)
         names += choosing

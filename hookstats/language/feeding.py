@@ -16,10 +16,16 @@ from hookstats.watch.hooks import FedHook, SiteSpec
 class Fed:
     """The sites of one module, or of what is given by hand under one name."""
 
-    def __init__(self, binder: SiteBinder, specs: Iterable[SiteSpec], device: torch.device) -> None:
+    def __init__(
+        self,
+        binder: SiteBinder,
+        specs: Iterable[SiteSpec],
+        device: torch.device,
+        make: type[FedHook] = FedHook,
+    ) -> None:
         self.monitor = binder.monitor
         self._binder = binder
-        self.hooks = tuple(binder.late_hook(spec, device, FedHook) for spec in specs)
+        self.hooks = tuple(binder.late_hook(spec, device, make) for spec in specs)
 
     def is_wanted(self) -> bool:
         """Whether what runs now is measured. Can be traced."""

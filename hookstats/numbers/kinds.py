@@ -64,6 +64,10 @@ _ROWS = (
     ),
     Kind("optimizer", "parameter", "the optimizer's{} of the parameter {}", "states of optimizers", is_update=True),
     Kind("buffer", "buffer", "the buffer{} {}", "buffers"),
+    Kind(
+        "token_weights", "module", "the token weights'{} of the loss of {}", "weights of tokens in losses",
+        is_gradient=True, is_about=True,
+    ),
     Kind("attention", "module", "the attention's{} of {}", "numbers of attention", is_about=True),
     Kind("router", "module", "the router's{} of {}", "numbers of routers", is_about=True),
 )  # fmt: skip

@@ -10,6 +10,7 @@ from hookstats.rules.attention import attention_entropy, attention_logits, atten
 from hookstats.rules.blocks import BLOCK_FORMATS, BlockFit
 from hookstats.rules.clipping import clipped_gradients
 from hookstats.rules.collapse import constant_output, equal_channels, posterior_collapse, silent_rows
+from hookstats.rules.cross_entropy import cross_entropy_gradient
 from hookstats.rules.engine import Ill, Rule, rule
 from hookstats.rules.experts import dead_experts, expert_load
 from hookstats.rules.finding import SEVERITIES, Cause, Finding
@@ -55,6 +56,7 @@ __all__ = [
     "clipped_gradients",
     "constant_input",
     "constant_output",
+    "cross_entropy_gradient",
     "dead_channels",
     "dead_experts",
     "defaults",

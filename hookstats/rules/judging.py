@@ -17,6 +17,7 @@ from hookstats.rules.arriving import growing_gradients, missing_gradients
 from hookstats.rules.attention import attention_entropy, attention_logits, attention_sink
 from hookstats.rules.clipping import clipped_gradients
 from hookstats.rules.collapse import constant_output, equal_channels, posterior_collapse, silent_rows
+from hookstats.rules.cross_entropy import cross_entropy_gradient
 from hookstats.rules.engine import Rule, Verdict
 from hookstats.rules.experts import dead_experts, expert_load
 from hookstats.rules.finding import SEVERITIES, Finding
@@ -61,6 +62,7 @@ def defaults() -> list[Rule]:
         equal_channels,
         growing_gradients,
         bias_gradient,
+        cross_entropy_gradient,
         reduced_gradient,
         outside_write,
         optimizer_formula,

@@ -180,6 +180,21 @@ class FedHook(Hook):
             raise RuntimeError(refused)
 
 
+class FedGradientHook(FedHook):
+    """The same, of numbers that are computed inside a backward: where it recomputes a forward, outputs do not count."""
+
+    __slots__ = ()
+
+    def feed(self, numbers: torch.Tensor, rows: Rows | None) -> None:
+        if self.gradient_slot is None:
+            return
+        if torch.compiler.is_compiling():
+            return observe(numbers, self.gradient_slot, "", rows)
+        refused = self.binder.measure_by_slot(self, numbers, False, "", "", rows)
+        if refused is not None:
+            raise RuntimeError(refused)
+
+
 class InputHook(Hook):
     """Measures a module's inputs before it runs, as a forward pre-hook with kwargs.
 

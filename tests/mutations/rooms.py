@@ -553,6 +553,27 @@ MUTANTS = [
         "tests/rules/test_step_law.py -k silent",
     ),
     Mutant(
+        "what a loss adds to a cross entropy is taken for one",
+        "hookstats/language/token_weights.py",
+        "_MISFIT, _ROUNDINGS = 1e-3, 8",
+        "_MISFIT, _ROUNDINGS = 10.0, 8",
+        "tests/rules/test_cross_entropy.py -k plain",
+    ),
+    Mutant(
+        "numbers that are computed inside a backward are left out as those of a recomputed forward",
+        "hookstats/watch/hooks.py",
+        'refused = self.binder.measure_by_slot(self, numbers, False, "", "", rows)',
+        "refused = None",
+        "tests/rules/test_cross_entropy.py -k mean",
+    ),
+    Mutant(
+        "rows that are padding are counted as tokens",
+        "hookstats/language/token_weights.py",
+        "(gradient.index_select(-1, entries) != 0)",
+        "(gradient.index_select(-1, entries) == gradient.index_select(-1, entries))",
+        "tests/rules/test_cross_entropy.py -k told_nothing",
+    ),
+    Mutant(
         "Adam's formula has no bias correction",
         "hookstats/watch/optimizer_law.py",
         "scale = lr / (1 - beta1**step) / divisor",

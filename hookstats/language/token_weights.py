@@ -1,0 +1,142 @@
+"""What a cross entropy divides its tokens by, as the gradient of the model's logits shows it, in measured steps.
+
+Where a loss is a plain cross entropy, the gradient of a row of logits is w (p - e): its probabilities less 1 at its
+target, times the weight of the row. w follows from the entries that are no targets, without knowing the targets: from
+up to 64 rows, and in each row of 8 entries, whether it counts at all. Whether the loss is a plain cross entropy is seen
+from all entries of these 64 rows, and not from its `grad_fn`, which fused, compiled and detached losses do not have.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hookstats.language.feeding import Fed
+from hookstats.modules import order
+from hookstats.modules.channels import ChannelAxis
+from hookstats.modules.containers import walk
+from hookstats.modules.sharding import is_dtensor
+from hookstats.watch.binding import SiteBinder
+from hookstats.watch.hooks import FedGradientHook, SiteSpec
+from hookstats.watch.memory import Rows
+from hookstats.watch.wrappers import is_a_mere_shape
+
+KIND = "token_weights"
+# Of each forward: the weight of a row; of all rows that count together, at least and at most; the loss of sampled rows.
+TENSORS = tuple(f"{KIND}.{name}" for name in ("each", "least", "most", "loss"))
+_ROWS, _ENTRIES, _ENTRIES_OF_ALL = 64, 8, 1 << 22
+_LOGITS = ".logits"  # what Hugging Face's models call them
+_MISFIT, _ROUNDINGS = 1e-3, 8  # of the L1 norm of the gradient, at most: in float32, and of the dtype's own rounding
+
+
+class TokenWeights(order.ModuleHook, Fed):
+    """A forward hook on the model, and the sites that it feeds."""
+
+    def __init__(self, binder: SiteBinder, model: nn.Module, device: torch.device) -> None:
+        specs = [SiteSpec("", "", ChannelAxis(-1, None), False, (None, kind), model) for kind in TENSORS]
+        Fed.__init__(self, binder, specs, device, FedGradientHook)
+
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
+        """Waits for the gradient of the logits. Can be traced."""
+        if self.is_wanted():
+            logits = logits_in(output)
+            if logits is not None:
+                self._watch(logits)
+
+    def _watch(self, logits: torch.Tensor) -> None:
+        with torch.no_grad():
+            index = sampled_rows(logits)
+            rows = _at(logits, index).detach()
+        logits.register_hook(lambda gradient: self._see(rows, index, gradient))
+
+    def _see(self, rows: torch.Tensor, index: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns the gradient: inside of a graph, compiled autograd takes None for what is to replace it."""
+        if gradient is None:
+            return None
+        if torch.compiler.is_compiling():
+            self._feed(rows, index, gradient)
+        elif self._binder.store.flags.is_open():
+            try:
+                with self._binder.span_of_a_hook():
+                    self._feed(rows, index, gradient)
+            except Exception as error:  # inside backward, where nothing can be said
+                if self._binder.store.strict:
+                    raise
+                for hook in self.hooks:
+                    for entry in hook.spec.entries.values():
+                        self._binder._add_failure(entry.index, error)
+        return gradient
+
+    def _feed(self, rows: torch.Tensor, index: torch.Tensor, gradient: torch.Tensor) -> None:
+        with torch.no_grad():
+            *numbers, losses, counts = weights(rows, _at(gradient, index), gradient)
+        for hook, number in zip(self.hooks, numbers, strict=False):
+            hook.feed(number.reshape(1, 1), None)
+        self.hooks[-1].feed(losses[:, None], _first(counts))
+
+
+def logits_in(output: Any) -> torch.Tensor | None:
+    """What of a model's output may be logits ``[..., classes]``: the one that is named so, or the only one."""
+    found = [(path, tensor) for path, tensor in walk(output) if _may_be_logits(tensor)]
+    named = [tensor for path, tensor in found if path == _LOGITS]
+    if named:
+        return named[0]
+    return found[0][1] if len(found) == 1 else None
+
+
+def _may_be_logits(tensor: torch.Tensor) -> bool:
+    is_plain = tensor.is_floating_point() and not is_dtensor(tensor)
+    has_rows = tensor.dim() >= 2 and tensor.shape[-1] >= 2 and tensor.requires_grad and not tensor.is_leaf
+    return is_plain and has_rows and (torch.compiler.is_compiling() or not is_a_mere_shape(tensor))
+
+
+def sampled_rows(logits: torch.Tensor) -> torch.Tensor:
+    """Which rows are read: one of each of up to 64 stretches, at another place in each, so that padding is met as often
+    as it is there.
+    """
+    rows = logits[..., 0].numel()
+    count = min(rows, _ROWS, max(_ENTRIES_OF_ALL // logits.shape[-1], 4))
+    stretch = torch.arange(count, dtype=torch.float64, device=logits.device)
+    places = (stretch + (stretch * 0.6180339887498949).frac()) * (rows / count)
+    return places.long() if count < rows else stretch.long()
+
+
+def _at(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Rows of ``[..., classes]``, by their number, wherever they lie."""
+    places: list[torch.Tensor] = []
+    for size in reversed(tensor.shape[:-1]):
+        places.insert(0, index % size)
+        index = index // size
+    return tensor[tuple(places)]
+
+
+def weights(rows: torch.Tensor, some: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The weight of a token; of all tokens together, at least and at most; of sampled rows the weighted loss, and
+    whether each counts.
+
+    rows, some: sampled rows of the logits, and of their gradient. 0, and no row counts, where the loss is no plain
+    cross entropy: soft targets, label smoothing, a z-loss, weights of classes or tokens, or something else.
+    """
+    wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    allowed = _MISFIT + _ROUNDINGS * torch.finfo(gradient.dtype).eps if gradient.dtype != wide else _MISFIT
+    logs, some = rows.to(wide).log_softmax(-1), some.to(wide)
+    targets = some.argmin(-1, keepdim=True)
+    others = logs.exp().scatter(-1, targets, 0.0)  # probabilities of what is no target
+    counts = (some != 0).any(-1)
+    weight = (some.scatter(-1, targets, 0.0).sum(-1) * counts).sum() / (others.sum(-1) * counts).sum()
+    expected = (others - torch.zeros_like(others).scatter(-1, targets, others.sum(-1, keepdim=True))) * weight
+    misfit = ((some - expected).abs().sum(-1) * counts).sum() / some.abs().sum()
+    fits = (misfit <= allowed) & (weight > 0)
+    weight = torch.where(fits, weight, 0.0)
+    entries = torch.arange(_ENTRIES, device=rows.device) * (gradient.shape[-1] - 1) // (_ENTRIES - 1)
+    least = torch.maximum((gradient.index_select(-1, entries) != 0).any(-1).sum(), counts.sum())
+    losses = -logs.gather(-1, targets).squeeze(-1) * weight
+    return weight, weight * least, weight * gradient[..., 0].numel(), losses, counts & fits
+
+
+def _first(counts: torch.Tensor) -> Rows:
+    """The rows that count, as `ignoring` has them."""
+    left_first = (~counts).to(torch.uint8).argsort(stable=True).to(torch.int32)
+    return left_first, counts.sum(dtype=torch.int32).reshape(1)

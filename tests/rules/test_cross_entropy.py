@@ -1,0 +1,138 @@
+"""The gradient of a mean over tokens weighs all of them alike, and by 1 together; another denominator is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from hookstats import Snapshot
+from hookstats.rules import Finding, cross_entropy_gradient, judge
+from tests.rules.tokens import CLASSES, FAULTS, HEALTHY, Loss, mean, snapshots, summed
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WAYS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "autocast": {"autocast": torch.bfloat16},
+    "compiled": {"compiled": True},
+    "padded": {"padded": True},
+    "float64": {"dtype": torch.float64},
+}
+
+
+def ways() -> list[Any]:
+    with_scaler = {"autocast": torch.float16}
+    return [pytest.param(how, id=name) for name, how in (WAYS | {"scaler": with_scaler}).items()]
+
+
+def run(loss: str | Loss, how: dict[str, Any], **more: Any) -> list[Snapshot]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if how.get("autocast") == torch.float16 else None
+    return snapshots(loss, **how, scaler=scaler, **more)
+
+
+def judged(taken: list[Snapshot]) -> list[Finding]:
+    return judge(taken, rules=[cross_entropy_gradient])
+
+
+def number_of(snapshot: Snapshot, name: str) -> Any:
+    return snapshot["", f"token_weights.{name}"].total
+
+
+@pytest.mark.parametrize("how", ways())
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_mean_over_tokens_is_told_nothing(name: str, how: dict[str, Any]) -> None:
+    taken = run(HEALTHY[name], how)
+    assert [each for each in judged(taken) if each.severity != "note"] == []
+    for each in taken:
+        least = number_of(each, "least")
+        assert least.count == 4
+        assert least.mean * 4 == pytest.approx(1, rel=5e-3 if "dtype" in how or "autocast" in how else 1e-5)
+
+
+# Each sums over 96 tokens of a microbatch, or 8 (12 - 3.5) = 68 on average where some are padding.
+FACTORS = {
+    "losses_that_are_summed": (96.0, "summed instead of averaged"),
+    "microbatches_that_are_added_up": (4.0, "divide each loss by 4"),
+    "losses_that_are_divided_by_tokens_twice": (1 / 96, "over the number of tokens"),
+    "losses_that_are_divided_by_microbatches_twice": (0.25, "over the number of microbatches"),
+    "losses_times_1.2": (1.2, "Look at what multiplies"),
+}
+PADDED = {"losses_that_are_summed": 68.0, "losses_that_are_divided_by_tokens_twice": 0.014968}  # a mean of quotients
+
+
+@pytest.mark.parametrize("how", ways())
+@pytest.mark.parametrize("name", FAULTS)
+def test_another_denominator_is_found_with_its_factor_and_its_cause(name: str, how: dict[str, Any]) -> None:
+    found = [each for each in judged(run(name, how)) if each.severity != "note"]
+    assert len(found) == 1
+    factor, cause = FACTORS[name]
+    if "padded" in how:
+        factor = PADDED.get(name, factor)
+    assert found[0].value == pytest.approx(factor, rel=0.03)
+    assert found[0].severity == ("warning" if name == "losses_times_1.2" else "critical")
+    assert (found[0].since, found[0].step) == (0, 1)
+    assert cause in found[0].sentence
+
+
+@pytest.mark.parametrize("lengths", [(12, 12, 12, 48), (12, 12, 12, 15)])
+def test_microbatches_that_are_averaged_one_by_one_weigh_tokens_differently(lengths: tuple[int, ...]) -> None:
+    (found,) = judged(snapshots(HEALTHY["mean of means"], lengths=lengths))
+    assert found.value == pytest.approx(max(lengths) / 12, rel=1e-3)
+    assert found.severity == ("warning" if found.value > 1.5 else "note")
+    assert f"over 96 to {8 * max(lengths)} tokens" in found.sentence
+    assert judged(snapshots(HEALTHY["mean over all tokens"], lengths=lengths)) == []
+
+
+OTHERS: dict[str, Loss] = {
+    "label smoothing": lambda logits, targets, count: mean(logits, targets, label_smoothing=0.1),
+    "weights of classes": lambda logits, targets, count: mean(logits, targets, weight=1 + torch.arange(CLASSES) / 4),
+    "z-loss": lambda logits, targets, count: mean(logits, targets) + 0.01 * logits.logsumexp(-1).square().mean(),
+    "soft cap": lambda logits, targets, count: mean(0.5 * (logits / 0.5).tanh(), targets),
+    "soft targets": lambda logits, targets, count: cross_entropy(
+        logits.flatten(0, 1), logits.detach().roll(1, -1).flatten(0, 1).softmax(-1)
+    ),
+    "squares": lambda logits, targets, count: logits.square().mean(),
+    "no gradient": lambda logits, targets, count: 0.0 * logits.sum(),
+    "reward": lambda logits, targets, count: -mean(logits, targets),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_no_plain_cross_entropy_is_not_judged(name: str) -> None:
+    taken = snapshots(OTHERS[name])
+    assert {number_of(each, "each").max for each in taken} == {0.0}
+    assert judged(taken) == []
+
+
+@pytest.mark.parametrize("given", [lambda loss: 8 * loss, lambda loss: 96 * loss, lambda loss: 0.4 * loss])
+def test_a_loss_that_is_not_the_mean_is_not_judged(given: Any) -> None:
+    taken = snapshots(lambda logits, targets, count: summed(logits, targets), given=given)
+    assert all(number_of(each, "each").count == 4 for each in taken)
+    assert judged(taken) == []
+
+
+def test_the_loss_may_be_given_as_a_number_or_as_the_part_that_was_differentiated() -> None:
+    for given in (lambda loss: loss.item(), lambda loss: loss / 4):
+        assert judged(snapshots(HEALTHY["mean of means"], given=given)) == []
+        (found,) = judged(snapshots("losses_that_are_summed", given=given))
+        assert found.value == pytest.approx(96, rel=1e-3)
+
+
+def test_a_scale_that_attach_was_not_told_of_is_not_taken_for_a_fault() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    assert judged(snapshots(HEALTHY["mean of means"], scaler=scaler, grad_scaler=None)) == []
+
+
+def test_one_step_alone_is_not_told() -> None:
+    taken = snapshots("microbatches_that_are_added_up")
+    assert judged(taken[:1]) == []
+    assert len(judged(taken[:2])) == 1
+
+
+def test_training_is_the_same_to_the_bit() -> None:
+    losses = [[each.scalars["loss"] for each in snapshots(HEALTHY["mean of means"], steps=4)] for _ in range(2)]
+    assert losses[0] == losses[1]
