@@ -93,7 +93,7 @@ def attach(
         process_group: the torch.distributed.ProcessGroup or DeviceMesh whose ranks measure together, or `Ranks`, which
             also says how tensors lie on them. None: nothing is communicated.
         options: `Options`: ``strict``, ``memory_budget``, ``grad_scaler``, ``training_only``, ``compiled_programs``,
-            ``attention_rows``.
+            ``attention_rows``, ``laws``.
 
     Raises:
         TypeError, ValueError: for arguments that are not as above: an unknown tensor kind, a glob that matches nothing,
@@ -131,7 +131,8 @@ def attach(
             Routers(binder, kept.which is not False),
             scaling,
         )
-        names = _hang(parts, handles, model, plan, exclude)
+        is_part = process_group is None and _is_distributed() and torch.distributed.get_world_size() > 1
+        names = _hang(parts, handles, model, plan, exclude, is_part)
         ranks, joined = _joined(model, process_group, names, options.memory_budget)
         delivery = Delivery(store, binder, callables, plan.trained, ranks, joined)
         monitor = Monitor(
@@ -147,6 +148,7 @@ def attach(
             attention=parts.attentions,
             routing=parts.routers,
             is_judged=any(isinstance(sink, Recorder) for sink in callables),
+            declared=options.laws,
         )
         settings = _settings(model, monitor, plan, every, kept.every, options)
         of_all = settings if joined is None else settings | {"rank": 0, "world_size": ranks.world_size}
@@ -184,10 +186,13 @@ class _Parts(NamedTuple):
     scaling: Scaling | None
 
 
-def _hang(parts: _Parts, handles: list[Any], model: nn.Module, plan: Plan, exclude: Modules) -> list[str]:
+def _hang(
+    parts: _Parts, handles: list[Any], model: nn.Module, plan: Plan, exclude: Modules, is_part: bool
+) -> list[str]:
     """Hangs all hooks. Returns the names of modules and parameters on which they are.
 
-    handles: gets those of the hooks, also where it raises.
+    handles: gets those of the hooks, also where it raises. is_part: other ranks have tokens of the same step, too,
+    which are not measured together with these.
     """
     hooks = [(module, parts.binder.hook(spec, device, make)) for module, spec, make, device in plan.hooks()]
     for module, hook in hooks:  # all are made before the first one hangs on a module
@@ -205,7 +210,7 @@ def _hang(parts: _Parts, handles: list[Any], model: nn.Module, plan: Plan, exclu
         handles += parts.attentions.watch(
             attending, {name: device_of(m) or plan.device for name, m in attending.items()}
         )
-    root = watched_root(model, exclude) if TOKEN_WEIGHTS in plan.kinds else None
+    root = watched_root(model, exclude) if TOKEN_WEIGHTS in plan.kinds and not is_part else None
     if root is not None:
         handles.append(order.register(root, TokenWeights(parts.binder, root, device_of(root) or plan.device)))
     if "router" in plan.kinds:

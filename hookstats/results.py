@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from hookstats.tools.leaks import Leak as Leak
     from hookstats.tools.leaks import Probe as Probe
     from hookstats.tools.softmax import SoftmaxRows as SoftmaxRows
+    from hookstats.watch.laws import Law as Law
+    from hookstats.watch.laws import Laws as Laws
     from hookstats.watch.overhead import Overhead as Overhead
 
 _HOMES = {
@@ -57,6 +59,7 @@ _HOMES = {
     "hookstats.tools.gradient": ["KeptGradient"],
     "hookstats.tools.leaks": ["Leak", "Probe"],
     "hookstats.tools.softmax": ["SoftmaxRows"],
+    "hookstats.watch.laws": ["Law", "Laws"],
     "hookstats.watch.overhead": ["Overhead"],
 }
 __all__ = names_in(_HOMES)

@@ -18,6 +18,7 @@ from hookstats.modules import order
 from hookstats.modules.channels import ChannelAxis
 from hookstats.modules.containers import walk
 from hookstats.modules.sharding import is_dtensor
+from hookstats.numbers.token_weights import NAMES
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.hooks import FedGradientHook, SiteSpec
 from hookstats.watch.memory import Rows
@@ -25,7 +26,7 @@ from hookstats.watch.wrappers import is_a_mere_shape
 
 KIND = "token_weights"
 # Of each forward: the weight of a row; of all rows that count together, at least and at most; the loss of sampled rows.
-TENSORS = tuple(f"{KIND}.{name}" for name in ("each", "least", "most", "loss"))
+TENSORS = tuple(f"{KIND}.{name}" for name in NAMES)
 _ROWS, _ENTRIES, _ENTRIES_OF_ALL = 64, 8, 1 << 22
 _LOGITS = ".logits"  # what Hugging Face's models call them
 _MISFIT, _ROUNDINGS = 1e-3, 8  # of the L1 norm of the gradient, at most: in float32, and of the dtype's own rounding

@@ -38,7 +38,7 @@ from hookstats.records.places import (
 )
 from hookstats.records.ring import CLOSED, DIED, Ring
 from hookstats.records.writing import Thinning, WriterProcess
-from hookstats.rules import Finding, Rule, defaults, rule_to_json
+from hookstats.rules import LAWS, Finding, Rule, defaults, rule_to_json
 
 _LEAST_RING = 64 << 20
 _MOST_GIVEN = 10_000  # steps of which scalars wait for room
@@ -120,16 +120,19 @@ class Recording:
         self._sites: dict[Sites, int] = {}
         self._sites_sent = 0
         self._findings_read = 0
-        self._attempt = self._describe(dict(settings))
+        broken = [name for name, holds in settings.get("options", {}).get("laws", {}).items() if not holds]
+        left_out = {rule_to_json(LAWS[name])["rule"] for name in broken}
+        rules = [rule for rule in self._rules if rule["rule"] not in left_out]
+        self._attempt = self._describe(dict(settings), rules)
         self._before = self._recorded_before()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        judges = {"rules": self._rules, "sinks": self._sinks}
+        judges = {"rules": rules, "sinks": self._sinks}
         self._writer = WriterProcess(self._folder, self._attempt, self._wake, judges, self._tell)
         self._thinning = Thinning(settings.get("every"), self._tell_behind)
         atexit.register(self._at_exit)
         self._begun = True
 
-    def _describe(self, settings: dict[str, Any]) -> int:
+    def _describe(self, settings: dict[str, Any], rules: list[dict[str, Any]]) -> int:
         """Takes the number of a new attempt, and leaves what a writer must know of it."""
         known = descriptions(self._folder)
         for path in known.values():
@@ -164,7 +167,7 @@ class Recording:
             pid=self._pid,
             started=started_at(self._pid),
             settings=settings | {"hookstats": _version(), "host": here["host"], "time": time.time()},
-            rules=self._rules,
+            rules=rules,
         )
         write_whole(self._description, json.dumps(vars(own)).encode())
         self._lock = keep_locked(self._description)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from hookstats.numbers.token_weights import NAMES, TokenWeights
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.formatting import number
 from hookstats.rules.memory import Memory
 from hookstats.rules.step import Step
 
 _ROUNDING = 0.01  # of a weight, in bfloat16: 1/N is rounded to 8 bits before it is multiplied with anything
-_DEVIATIONS = 4  # of the mean loss of the sampled tokens, that the loss which was given may be off
 _LEAST_SCALE = 256.0  # powers of two from here on are taken for a GradScaler's
 
 
@@ -30,7 +30,8 @@ def cross_entropy_gradient(
     warning. Tokens of microbatches, or of ranks, that weigh differently are a note, and a warning from ``factor`` on:
     their losses were averaged one by one, however many tokens each has (transformers#34191).
 
-    What else looks like it: a loss that is multiplied by hand after it was given to ``step``. What to do: divide the
+    What else looks like it: by design, a loss that is multiplied by hand after it was given to ``step``, a hook on the
+    logits, a reversal layer behind them; ``Options(laws={"cross_entropy": False})`` declares it. What to do: divide the
     sum of the losses by the number of all tokens of the step, once.
 
     False-positive guards: it is arithmetic. Judged is a plain cross entropy, which shows at all entries of the sampled
@@ -39,79 +40,73 @@ def cross_entropy_gradient(
     within four deviations of the mean loss of the sampled tokens. A sum that is a power of two from 256 on is taken for
     a GradScaler's scale that `attach` was not told of.
     """
-    found = [np.flatnonzero(step.valued(f"token_weights.{name}")) for name in ("each", "least", "most", "loss")]
-    if any(len(sites) != 1 for sites in found) or scalar not in step.scalars:
+    found = [np.flatnonzero(step.valued(f"token_weights.{name}")) for name in NAMES]
+    if any(len(sites) != 1 for sites in found) or scalar not in step.scalars or not step.is_of_all_ranks:
         return None
-    each, least, most, losses = (int(sites[0]) for sites in found)
-    totals, calls = step.totals, float(step.totals.count[each])
-    weight, low, high = float(totals.mean[each]), float(totals.min[each]), float(totals.max[each])
-    if low <= 0:  # a forward whose loss is something else
+    weights = TokenWeights.of([step.totals.entries(sites) for sites in found], step.ranks)
+    if weights is None or not weights.is_mean(step.scalars[scalar]):
         return None
-    microbatches = calls / step.ranks
-    loss = float(totals.mean[losses]) / weight
-    deviation = float(totals.std[losses]) / weight / float(np.sqrt(totals.count[losses] / calls))
-    off = [abs(step.scalars[scalar] * times - loss) for times in (1, microbatches)]
-    if not min(off) <= _DEVIATIONS * deviation + 0.02 * loss:
-        return None
+    is_less = weights.most < 1 - _ROUNDING and not _is_of_ranks(weights, step.ranks)
+    is_off = is_less or (weights.least > 1 + _ROUNDING and not _is_scale(weights))
+    unequal = weights.high / weights.low
 
-    at_least, at_most = float(step.sums[least]) / step.ranks, float(step.sums[most]) / step.ranks
-    is_less = at_most < 1 - _ROUNDING and not _is_of_ranks(at_least, at_most, step.ranks)
-    is_more = at_least > 1 + _ROUNDING and not _is_scale(at_least, weight, microbatches)
-    unequal = high / low
-    tokens = at_least / weight / microbatches
-    is_off = is_more or is_less
-    fewest, most_tokens = (number(round(1 / each_weight / microbatches)) for each_weight in (high, low))
-
-    def say(site: None, since: int) -> str:
+    def say(site: int, since: int) -> str:
         return (
-            f"the gradient of the logits is {_factor(at_least)} that of the mean over tokens, whose loss "
-            f"({number(step.scalars[scalar])}) was given, in each measured step since step {since}. "
-            + _cause(at_least, weight, microbatches, tokens)
+            f"the gradient of the logits is {_factor(weights.least)} that of the mean over tokens, whose loss "
+            f"({number(step.scalars[scalar])}) was given, in each measured step since step {since}. {_cause(weights)}"
         )
 
-    def say_unequal(site: None, since: int) -> str:
+    def say_unequal(site: int, since: int) -> str:
+        fewest, most = (number(round(1 / each / weights.microbatches)) for each in (weights.high, weights.low))
         return (
             f"some tokens weigh {number(unequal)} times as much as others of the same step, in each measured step "
-            f"since step {since}: the losses of {number(calls)} microbatches are averaged one by one, over {fewest} to "
-            f"{most_tokens} tokens. Divide the sum of the losses by the number of all tokens of the step."
+            f"since step {since}: the losses of {number(weights.microbatches * step.ranks)} microbatches are averaged "
+            f"one by one, over {fewest} to {most} tokens. Divide the sum of the losses by the number of all tokens of "
+            "the step."
         )
 
     def severity(site: int) -> str:
-        return "critical" if not 1 / factor < at_least < factor else "warning"
+        return "critical" if not 1 / factor < weights.least < factor else "warning"
 
-    of_sum = Ill(is_off, say, at_least, 1.0, severity, steps=consecutive_steps, key="sum", site=each)
+    how, site = "warning" if unequal >= factor else "note", int(found[0][0])
+    of_sum = Ill(is_off, say, weights.least, 1.0, severity, steps=consecutive_steps, key="sum", site=site)
     is_unequal = not is_off and unequal > 1 + 2 * _ROUNDING
-    how = "warning" if unequal >= factor else "note"
-    return [of_sum, Ill(is_unequal, say_unequal, unequal, 1.0, how, steps=consecutive_steps, key="each", site=each)]
+    return [of_sum, Ill(is_unequal, say_unequal, unequal, 1.0, how, steps=consecutive_steps, key="each", site=site)]
 
 
-def _is_of_ranks(at_least: float, at_most: float, ranks: int) -> bool:
+def _is_of_ranks(weights: TokenWeights, ranks: int) -> bool:
     """Whether the sum is 1 over a number of ranks that divides all of them: these add their gradients up."""
-    low, high = (1 - _ROUNDING) / at_most, (1 + _ROUNDING) / at_least
+    low, high = (1 - _ROUNDING) / weights.most, (1 + _ROUNDING) / weights.least
     return any(ranks % count == 0 and low <= count <= high for count in range(2, ranks + 1))
 
 
-def _is_scale(total: float, weight: float, microbatches: float) -> bool:
-    """Whether a sum is a power of two, and not because losses were summed."""
-    octaves = np.log2(total)
-    is_power = total >= _LEAST_SCALE * (1 - _ROUNDING) and bool(abs(octaves - np.rint(octaves)) < _ROUNDING)
-    return is_power and min(abs(weight - 1), abs(weight * microbatches - 1)) > _ROUNDING
+def _is_scale(weights: TokenWeights) -> bool:
+    """Whether the sum is a power of two, and not because losses were summed."""
+    octaves = np.log2(weights.least)
+    is_power = weights.least >= _LEAST_SCALE * (1 - _ROUNDING) and bool(abs(octaves - np.rint(octaves)) < _ROUNDING)
+    return is_power and not _is_summed(weights)
+
+
+def _is_summed(weights: TokenWeights) -> bool:
+    return _is_about(weights.each, 1) or _is_about(weights.each * weights.microbatches, 1)
+
+
+def _is_about(value: float, expected: float) -> bool:
+    return abs(value / expected - 1) < 2 * _ROUNDING
 
 
 def _factor(value: float) -> str:
     return f"{number(value)} times" if value > 0.95 else f"1/{number(1 / value)} of"
 
 
-def _cause(total: float, weight: float, microbatches: float, tokens: float) -> str:
-    def is_about(value: float, expected: float) -> bool:
-        return abs(value / expected - 1) < 2 * _ROUNDING
-
-    if is_about(weight, 1) or is_about(weight * microbatches, 1):
+def _cause(weights: TokenWeights) -> str:
+    total, count, tokens = weights.least, weights.microbatches, weights.tokens
+    if _is_summed(weights):
         return "That is the number of tokens: their losses are summed instead of averaged."
-    if microbatches > 1 and is_about(total, microbatches):
-        return f"That is the number of microbatches, whose gradients are added up: divide each loss by {number(total)}."
-    if microbatches > 1 and is_about(total * microbatches, 1):
+    if count > 1 and _is_about(total, count):
+        return f"That is the number of microbatches, whose gradients are added up: divide each loss by {number(count)}."
+    if count > 1 and _is_about(total * count, 1):
         return "That is one over the number of microbatches: their losses are divided by it twice."
-    if is_about(total * tokens, 1) or is_about(total * tokens * microbatches, 1):
+    if _is_about(total * tokens, 1) or _is_about(total * tokens * count, 1):
         return "That is one over the number of tokens: their losses are divided by it twice."
     return "Look at what multiplies or divides the loss between the mean and its backward."

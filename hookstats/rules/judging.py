@@ -97,6 +97,17 @@ def defaults() -> list[Rule]:
     ]
 
 
+# The rule of each law that `hookstats.Options(laws={name: False})` declares as broken by design.
+LAWS = {
+    "bias": bias_gradient,
+    "cross_entropy": cross_entropy_gradient,
+    "optimizer": optimizer_formula,
+    "step": outside_write,
+    "replica": replica_drift,
+    "reduction": reduced_gradient,
+}
+
+
 def rule_to_json(rule: str | Rule | Function) -> dict[str, Any]:
     """``{"rule": "module:name", "arguments": {...}}`` of a rule, or of a name. TypeError for others."""
     if isinstance(rule, str):

@@ -73,6 +73,18 @@ def _of_one_ratio(
     return [Ill(off, sentence, relative, factor, severity, judged, steps)]
 
 
+def bias_ratios(step: Step) -> tuple[Counts, Array]:
+    """The gradients of biases whose sums have not cancelled, and each over the sum of its output's gradient."""
+    gradients, outputs = step.alike(_biases_and_outputs)
+    if not len(gradients):
+        return gradients, np.empty(0)
+    now, fresh, sizes = step.sums[gradients], step.sums[outputs], step.totals.l1_norm
+    known: Mask = (abs(now) > _LEAST * sizes[gradients]) & (abs(fresh) > _LEAST_OF_OUTPUT * sizes[outputs])
+    if step.has_nonfinite:
+        known &= step.nonfinite[gradients] + step.nonfinite[outputs] == 0
+    return gradients[known], now[known] / fresh[known]
+
+
 @rule(of="grad_output")
 def bias_gradient(step: Step, memory: Memory, factor: float = 1.5, consecutive_steps: int = 5) -> list[Ill] | None:
     """A layer's gradients have become a multiple of what its output's gradient says (warning).
@@ -84,23 +96,19 @@ def bias_gradient(step: Step, memory: Memory, factor: float = 1.5, consecutive_s
     ``consecutive_steps`` = 5 measured steps. A ratio that is so from the first step on is a note. The law is
     arithmetic; the figures are ours.
 
-    What else looks like it: a module that multiplies its output after it has added the bias, a hook on parameters that
-    is meant to scale their gradients; they hold from the first step on. What to do: look at what changes gradients
-    after backward: hooks on parameters, reductions over a process group, a division that is missing or done twice.
+    What else looks like it: by design, a module that multiplies its output after it has added the bias, a hook on
+    parameters that is meant to scale their gradients, a reversal layer or a straight-through estimator inside a module;
+    they hold from the first step on, and ``Options(laws={"bias": False})`` declares them. What to do: look at what
+    changes gradients after backward: hooks on parameters, reductions over a process group, a division that is missing
+    or done twice.
 
     False-positive guards: a layer is judged where its output had one gradient in the step, where its sums
     have not cancelled, as they do between a residual stream and the norms behind it, and where other layers agree to
     1 %. Clipping each parameter or group by itself, what is learned, and other ranks' data change a ratio from step to
     step.
     """
-    gradients, outputs = step.alike(_biases_and_outputs)
-    if not len(gradients):
-        return None
-    now, fresh, sizes = step.sums[gradients], step.sums[outputs], step.totals.l1_norm
-    known: Mask = (abs(now) > _LEAST * sizes[gradients]) & (abs(fresh) > _LEAST_OF_OUTPUT * sizes[outputs])
-    if step.has_nonfinite:
-        known &= step.nonfinite[gradients] + step.nonfinite[outputs] == 0
-    if not np.count_nonzero(known):
+    gradients, ratios = bias_ratios(step)
+    if not gradients.size:
         return None
 
     def say(name: str, size: str, common: float, count: int, since: int, is_late: bool) -> str:
@@ -123,8 +131,7 @@ def bias_gradient(step: Step, memory: Memory, factor: float = 1.5, consecutive_s
             "is to scale these gradients; else look at reductions over process groups and at missing divisions."
         )
 
-    ratios = now[known] / fresh[known]
-    return _of_one_ratio(step, memory, gradients[known], ratios, factor, consecutive_steps, say)
+    return _of_one_ratio(step, memory, gradients, ratios, factor, consecutive_steps, say)
 
 
 def _biases_and_outputs(step: Step) -> Counts:
@@ -147,8 +154,9 @@ def reduced_gradient(step: Step, memory: Memory, factor: float = 1.5, consecutiv
     layers are ill if their ratio is 1 over the number of ranks for as long. The law is arithmetic; the figures are
     ours.
 
-    What else looks like it: a group of experts, whose gradients fewer ranks share; a loss that was divided by hand by
-    the number of ranks. What to do: look at what divides gradients after backward: DistributedDataParallel has done it.
+    What else looks like it: by design, a group of experts, whose gradients fewer ranks share; a loss that was divided
+    by hand by the number of ranks; ``Options(laws={"reduction": False})`` declares it. What to do: look at what divides
+    gradients after backward: DistributedDataParallel has done it.
 
     False-positive guards: a parameter is judged where its sums have not cancelled, and where others agree to
     1 %. Clipping by a norm gives another ratio in each step, the same in all layers.
@@ -197,10 +205,10 @@ def replica_drift(step: Step, memory: Memory) -> list[Finding] | None:
     mesh, or by DistributedDataParallel: then it is critical. Else it is known from three measured steps in which ranks
     changed alike: then it is a warning.
 
-    What else looks like it: parameters that are averaged every so many steps, by design. What to do: look at
-    what one rank does alone since the step that is named: clipping by a norm of its own, a step of the optimizer that
-    is left out, a gradient that is not reduced, a generator of random numbers with another seed. `check_replicas`
-    compares all bits.
+    What else looks like it: parameters that are averaged every so many steps, by design, which
+    ``Options(laws={"replica": False})`` declares. What to do: look at what one rank does alone since the step that is
+    named: clipping by a norm of its own, a step of the optimizer that is left out, a gradient that is not reduced, a
+    generator of random numbers with another seed. `check_replicas` compares all bits.
 
     False-positive guards: it is arithmetic, without a threshold. Not compared is what one rank alone holds,
     what was measured at another place in the step, and a gradient that no optimizer has taken; ranks that do not call

@@ -19,12 +19,15 @@ def optimizer_formula(step: Step, factor: float = 1.5, consecutive_steps: int = 
     1e-3 of the terms, 8 roundings of the parameter's dtype, and that of the written value. It is critical where an
     element is ``factor`` = 1.5 times off, or 0, in ``consecutive_steps`` = 2 measured steps in a row, else a warning.
 
-    What else looks like it: a hook on the optimizer that changes gradients or parameters, by design. What to do: look
+    What else looks like it: by design, a hook on the optimizer that clips or changes gradients or parameters, each by
+    itself; ``Options(laws={"optimizer": False})`` declares it. What to do: look
     at what changes gradients, states or parameters while the optimizer steps: a shard that is never stepped (0), a clip
     coefficient that differs, a learning rate that is another one than the group says.
 
     False-positive guards: not judged are other optimizers, derived ones among them, closures, float16, gradients that a
-    fused optimizer unscales, and tensors that lie in memory in another order than their parameter.
+    fused optimizer unscales, and gradients and states that lie in memory in another order than their parameter, whose
+    sampled places are other elements; ``monitor.laws()`` says how many. Moments that were loaded in a wrong order are
+    not seen: the formula holds for whatever moments there are.
     """
     judged = step.is_kind("optimizer_law") & (step.calls > 0)
     low, high = step.totals.min, step.totals.max

@@ -128,7 +128,8 @@ class Step:
     """A measured step as a rule sees it.
 
     ``number``, ``scalars``, ``earlier_scalars``, ``sample_ids`` and ``drifts`` as in the Snapshot, ``rank``, and
-    ``ranks``: of how many ranks it holds the numbers. ``sites``: all that the run has shown so far; a site's
+    ``ranks``: of how many ranks it holds the numbers; ``is_of_all_ranks``: whether there are no others. ``sites``: all
+    that the run has shown so far; a site's
     place in this list is its id, which never changes, so that what a rule keeps by id stays aligned when other sites
     appear. All arrays are over ids ``[n]``; a site that was silent in this step, or is not in it, has ``calls`` 0,
     counts of 0, and NaN else.
@@ -143,6 +144,7 @@ class Step:
         self.overflowed = frame.overflowed
         self.drifts = frame.drifts
         self.ranks = len(frame.ranks.present)
+        self.is_of_all_ranks = self.ranks == frame.ranks.world_size
         self.rank = rank
         self.attempt = attempt
         self._frame = frame

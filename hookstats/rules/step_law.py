@@ -19,10 +19,11 @@ def outside_write(step: Step, memory: Memory, most_steps: int = 3) -> Ill | None
     is no threshold. A finding names the parameter that was changed by most, relative to its values, and how many more
     were. Where it happens after ``most_steps`` = 3 looks in a row it is a note from then on: by design, it seems.
 
-    What else looks like it: weights that are clamped or projected after each step, averages of weights or of ranks
-    that are put in on purpose, pruning masks. What to do: look for what runs between two steps: an average of the
-    weights (EMA) that was put in to evaluate and not put back, a checkpoint that was loaded into a running training, a
-    second optimizer that torch does not know, initialisation that comes late, weights that are no longer tied.
+    What else looks like it: by design, weights that are clamped or projected after each step, averages of weights or of
+    ranks that are put in on purpose, pruning masks; ``Options(laws={"step": False})`` declares them. What to do: look
+    for what runs between two steps: an average of the weights (EMA) that was put in to evaluate and not put back, a
+    checkpoint that was loaded into a running training, a second optimizer that torch does not know, initialisation that
+    comes late, weights that are no longer tied.
 
     False-positive guards: it is arithmetic. Looked at is what an optimizer has stepped in a measured step, once, before
     its next step; a parameter that was replaced by another tensor is not, nor are steps inside a CUDA graph.

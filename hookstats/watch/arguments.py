@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, field, fields
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,6 +19,7 @@ from hookstats.numbers.kinds import KINDS
 from hookstats.numbers.selection import as_globs, matches
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.judging import Recorder
+from hookstats.watch.laws import NEEDS
 from hookstats.watch.scaling import check_scaler
 
 DEFAULT_TENSORS = ("output", "grad_output", "model_input", "param_sample", "param_grad", "update_sample")
@@ -140,6 +141,8 @@ class Options:
         compiled_programs: how many programs torch.compile makes for training. 2: one that measures, and the bare one,
             compiled when the first step comes that is not measured. 1, where compiling takes too long: the one that
             measures runs in all steps, those of the other monitors, too, and costs something between measured steps.
+        laws: ``{name: False}``, laws that are broken by design, of `Monitor.laws`: recordings leave
+            their rules out. "bias", "cross_entropy", "optimizer", "step", "replica", "reduction".
         attention_rows: of each head, how many queries' logits ``"attention"`` computes, others at each measured step;
             None: all.
 
@@ -153,6 +156,7 @@ class Options:
     training_only: bool | None = None
     compiled_programs: int = 2
     attention_rows: int | None = 64
+    laws: Mapping[str, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.strict, bool):
@@ -166,6 +170,11 @@ class Options:
             raise ValueError(f"Options.compiled_programs: expected 1 or 2, got {self.compiled_programs!r}")
         if self.attention_rows is not None and (not _is_int(self.attention_rows) or self.attention_rows < 1):
             raise ValueError(f"Options.attention_rows: expected an int from 1, or None, got {self.attention_rows!r}")
+        if not isinstance(self.laws, Mapping) or not all(isinstance(each, bool) for each in self.laws.values()):
+            raise TypeError(f"Options.laws: expected {{name: False}}, got {self.laws!r}")
+        if not set(self.laws) <= set(NEEDS):
+            raise ValueError(f"Options.laws: expected some of {', '.join(NEEDS)}; got {', '.join(map(str, self.laws))}")
+        object.__setattr__(self, "laws", dict(self.laws))
 
     def to_json(self) -> dict[str, Any]:
         """Return what a recording keeps: of a scaler, its class."""

@@ -42,7 +42,8 @@ class Delivery:
         joined: Joined | None,
     ) -> None:
         """trained: the watched modules that hold parameters which require grad. ranks: this one."""
-        self.last: Snapshot | None = None
+        self.last: Snapshot | None = None  # of this rank
+        self.latest: StepFrame | None = None  # of all ranks that are together
         self._store = store
         self._binder = binder
         self._drain = Drain(store, ranks)
@@ -212,6 +213,7 @@ class Delivery:
 
     def _give(self, frame: StepFrame) -> None:
         """To `Monitor.step`, and to the sinks."""
+        self.latest = frame
         snapshot = self.last if self.last is not None and self.last.frame is frame else Snapshot(frame)
         self._finished.append(snapshot)
         kept = [(each, each.take, frame) for each in self._of_all]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from numbers import Real
 from pathlib import Path
@@ -15,12 +15,14 @@ import torch
 
 from hookstats.modules import order
 from hookstats.numbers.fields import Site, Skipped
+from hookstats.numbers.kinds import kind_of
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.clipping import clip_grad_norm_
 from hookstats.watch.delivery import Delivery
 from hookstats.watch.flags import is_capturing
 from hookstats.watch.judging import Judging
+from hookstats.watch.laws import Laws, laws
 from hookstats.watch.overhead import Overhead, Stopwatch
 from hookstats.watch.parameters import Parameters
 from hookstats.watch.scalars import Scalars
@@ -48,13 +50,14 @@ class Monitor:
         attention: Any,
         routing: Any,
         is_judged: bool,
+        declared: Mapping[str, bool],
     ) -> None:
         """Made by `attach`.
 
         handles: of the hooks on the model. device: where most of the model is. due: which steps are measured, and
         channels_every: of which of these channels are sent, too. tap_channels: whether tapped tensors keep channels.
         attention, routing: `hookstats.language.attention.Attentions` and `.routers.Routers`. is_judged: whether there
-        is a recording, if only on another rank.
+        is a recording, if only on another rank. declared: `Options.laws`.
         """
         self._binder = binder
         self._parameters = parameters
@@ -67,6 +70,7 @@ class Monitor:
         self._attention = attention
         self._routing = routing
         self._is_judged = is_judged
+        self._declared = declared
         self._judging = Judging(delivery.recorders, delivery.sinks, binder.warn_once, binder.store.strict)
         self._stopwatch = Stopwatch(binder.store.flags, device)
         self._closed = 0  # measured steps
@@ -233,6 +237,18 @@ class Monitor:
         self._delivery.receive(wait=True)
         self._delivery.wait_for_ranks(timeout)
         return self._judging.written(end - time.monotonic())
+
+    def laws(self) -> Laws:
+        """Which laws the latest step that has arrived was held against, where, and why others were not.
+
+            print(monitor.laws())
+
+        A law is an equation that holds in every healthy step (see docs/rules.md), checked by the rules of
+        `hookstats.record`. ``Options(laws={"bias": False})`` declares one that the model breaks by design.
+        """
+        kinds = {kind_of(entry.site.tensor).name for entry in self._store.entries}
+        left_out = self._parameters.left_out_of_law
+        return laws(self._delivery.latest, kinds, self._declared, left_out, self._is_judged)
 
     def measure_gradients(self) -> None:
         """Reads the parameters' gradients now, before they are clipped, instead of when the optimizer steps.

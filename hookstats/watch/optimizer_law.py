@@ -6,6 +6,7 @@ agree within rounding, else their ratio: 0 where nothing was stepped, 0.5 where 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,14 +27,14 @@ _MOST = 2.0**20  # where nothing was to be changed, and something was
 
 
 class _Read(NamedTuple):
-    """What some parameters of a group had before their step; tensors ``[sampled elements of all]``."""
+    """What some parameters had before their step; tensors ``[sampled elements of all]``, for us to change."""
 
     owners: list[Parameter]
     group: dict[str, Any]
     eps: float  # of the parameters' dtype
     gradient: torch.Tensor
     states: dict[str, torch.Tensor]
-    step: torch.Tensor | None  # that was made before; None: of an optimizer that does not count
+    step: Any  # how many were made before: a number, or a tensor as the others
 
 
 class OptimizerLaw:
@@ -43,46 +44,55 @@ class OptimizerLaw:
         """flag: of a device, whether anything is measured."""
         self._flag = flag
         self._read: list[tuple[type, _Read]] = []
+        self._left_out: dict[Parameter, str] = {}
+
+    @property
+    def left_out(self) -> Counter[str]:
+        """How many parameters were left out at their latest step, by the reason."""
+        return Counter(self._left_out.values())
 
     def before(self, optimizer: Any, stepping: list[Parameter]) -> None:
-        """Reads what the formula needs. Other optimizers, also derived ones, and scaled gradients are left out."""
+        """Reads what the formula needs."""
         self._read = []
-        kind = type(optimizer)
-        if kind not in _STATES or getattr(optimizer, "grad_scale", None) is not None:
-            return
         known = {id(each.get()): each for each in stepping if each.measures(KIND)}
+        problem = _problem(optimizer)
+        if problem is not None:
+            self._left_out |= dict.fromkeys(known.values(), problem)
+            return
         for group in optimizer.param_groups:
             alike: dict[Any, list[tuple[Parameter, dict[str, torch.Tensor], Any]]] = {}
             for parameter in group["params"]:
                 each = known.get(id(parameter))
+                if each is None or parameter.grad is None:
+                    continue
                 state = optimizer.state.get(parameter, {})
-                tensors = None if each is None else _tensors(parameter, state, _STATES[kind])
-                if each is not None and tensors is not None:
-                    gradient = tensors["gradient"]
-                    key = gradient.device, gradient.dtype, tuple(tensors), "step" in state
-                    alike.setdefault(key, []).append((each, tensors, state.get("step", 0)))
+                tensors = _tensors(parameter, state, _STATES[type(optimizer)])
+                if isinstance(tensors, str):
+                    self._left_out[each] = tensors
+                    continue
+                self._left_out.pop(each, None)
+                gradient, step = tensors["gradient"], _number_of(state.get("step", 0))
+                key = gradient.device, gradient.dtype, tuple(tensors), None if isinstance(step, torch.Tensor) else step
+                alike.setdefault(key, []).append((each, tensors, step))
             for members in alike.values():
-                self._read.append((kind, self._sampled(members, dict(group))))
+                self._read.append((type(optimizer), self._sampled(members, dict(group))))
 
     def _sampled(self, members: list[tuple[Parameter, dict[str, torch.Tensor], Any]], group: dict[str, Any]) -> _Read:
-        first = members[0][1]["gradient"]
-        sizes = [min(tensors["gradient"].numel(), SIZE) for _, tensors, _ in members]
+        """By one launch for gradients and states together."""
+        _, tensors, step = members[0]
+        first = tensors["gradient"]
+        sizes = [min(each["gradient"].numel(), SIZE) for _, each, _ in members]
         wide = torch.float64 if first.dtype == torch.float64 else torch.float32
-        found = {}
-        for name in members[0][1]:
-            flat = torch.zeros(sum(sizes), dtype=wide, device=first.device)
-            _native.sample(
-                [tensors[name] for _, tensors, _ in members], list(flat.split(sizes)), self._flag(first.device), []
-            )
-            found[name] = flat
-        steps = [torch.as_tensor(step, dtype=torch.float64, device=first.device) for *_, step in members]
-        step = torch.cat([each.reshape(1).expand(size) for each, size in zip(steps, sizes, strict=True)])
-        lr = group["lr"]
-        group["lr"] = lr.detach().to(first.device, torch.float64, copy=True) if isinstance(lr, torch.Tensor) else lr
+        flat = torch.zeros(len(tensors), sum(sizes), dtype=wide, device=first.device)
+        places = [place for row in flat for place in row.split(sizes)]
+        _native.sample([each[name] for name in tensors for _, each, _ in members], places, self._flag(first.device), [])
+        if isinstance(step, torch.Tensor):
+            steps = [each.to(first.device).reshape(1) for *_, each in members]
+            step = torch.cat([each.expand(size) for each, size in zip(steps, sizes, strict=True)])
+        group["lr"] = _number_of(group["lr"])
+        states = dict(zip(tensors, flat, strict=True))
         owners, eps = [each for each, *_ in members], torch.finfo(first.dtype).eps
-        return _Read(
-            owners, group, eps, found.pop("gradient").double(), {k: v.double() for k, v in found.items()}, step
-        )
+        return _Read(owners, group, eps, states.pop("gradient"), states, step)
 
     def after(self, samples: dict[Parameter, Sample]) -> dict[Parameter, torch.Tensor]:
         """Of each parameter the ratios; samples: with the differences that the step has made."""
@@ -91,59 +101,95 @@ class OptimizerLaw:
         for kind, read in waiting:
             if all(each in samples for each in read.owners):
                 taken = [samples[each] for each in read.owners]
-                change = torch.cat([each.differences for each in taken]).double()
-                now = torch.cat([each.values for each in taken]).double()
-                expected, terms = (_sgd if kind is SGD else _adam)(read, now - change, kind is AdamW)
-                allowed = 2 * read.eps * (now.abs() + (now - change).abs())
-                allowed += (_CLOSE + _ROUNDINGS * read.eps) * (expected.abs() + terms)
-                ratio = (change / expected).nan_to_num(_MOST, _MOST, -_MOST).clamp(-_MOST, _MOST)
-                ratio = torch.where((change - expected).abs() > allowed, ratio, 1.0).float()
+                change = torch.cat([each.differences for each in taken])
+                now = torch.cat([each.values for each in taken])
+                before = now - change
+                expected, terms = (_sgd if kind is SGD else _adam)(read, before, kind is AdamW)
+                allowed = terms.add_(expected.abs()).mul_(_CLOSE + _ROUNDINGS * read.eps)
+                allowed.add_(now.abs_().add_(before.abs_()), alpha=2 * read.eps)
+                is_off = (change - expected).abs_() > allowed
+                ratio = (change / expected).nan_to_num_(_MOST, _MOST, -_MOST).clamp_(-_MOST, _MOST)
+                ratio = torch.where(is_off, ratio, 1.0).float()
                 ratios |= dict(zip(read.owners, ratio.split([len(each.values) for each in taken]), strict=True))
         return ratios
 
 
-def _tensors(parameter: torch.Tensor, state: dict[str, Any], names: tuple[str, ...]) -> dict[str, torch.Tensor] | None:
-    """This rank's gradient and states; None where they do not lie as the parameter does."""
+def _problem(optimizer: Any) -> str | None:
+    """Why nothing of it is known."""
+    if type(optimizer) not in _STATES:
+        return f"{type(optimizer).__name__} is none of SGD, Adam, AdamW"
+    if getattr(optimizer, "grad_scale", None) is not None:
+        return "a fused optimizer divides their gradients by a scale"
+    if any(isinstance(beta, torch.Tensor) for group in optimizer.param_groups for beta in group.get("betas", ())):
+        return "betas that are tensors"
+    return None
+
+
+def _number_of(value: Any) -> Any:
+    """A number, unless it lies on a device, for which training would have to wait: then a copy, as it is now."""
+    if not isinstance(value, torch.Tensor):
+        return float(value)
+    return value.item() if value.is_cpu else value.detach().to(torch.float64, copy=True)
+
+
+def _tensors(parameter: torch.Tensor, state: dict[str, Any], names: tuple[str, ...]) -> dict[str, torch.Tensor] | str:
+    """This rank's gradient and states; or why they are left out."""
     here = local_part(parameter)
-    if here is None or parameter.grad is None or not here.numel():
-        return None
+    if here is None or not here.numel():
+        return "this rank has nothing of them"
     found = {"gradient": parameter.grad} | {n: state[n] for n in names if isinstance(state.get(n), torch.Tensor)}
     local = {name: local_part(each) for name, each in found.items()}
-    for each in local.values():
-        is_alike = each is not None and each.layout == torch.strided and each.stride() == here.stride()
-        if not is_alike or each.dtype != here.dtype or each.dtype == torch.float16:
-            return None
+    for name, each in local.items():
+        if each is None or each.layout != torch.strided or each.shape != here.shape:
+            return f"their {name} is no dense tensor of the same shape"
+        if each.stride() != here.stride():
+            return f"their {name} lies in memory in another order than they do"
+        if each.dtype != here.dtype or each.dtype == torch.float16:
+            return f"their {name} is of {each.dtype}"
     return {name: each.detach() for name, each in local.items() if each is not None}
 
 
 def _sgd(read: _Read, before: torch.Tensor, _: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The change, and the magnitude of its terms."""
-    group, g = read.group, read.gradient * (-1 if read.group["maximize"] else 1)
-    terms = g.abs() + group["weight_decay"] * before.abs()
-    g = g + group["weight_decay"] * before
-    momentum, buffer = group["momentum"], read.states.get("momentum_buffer")
+    group, g = read.group, read.gradient
+    momentum, buffer, decay = group["momentum"], read.states.get("momentum_buffer"), group["weight_decay"]
+    if group["maximize"]:
+        g.neg_()
+    terms = g.abs()
+    if decay:
+        terms.add_(before.abs(), alpha=decay)
+        g.add_(before, alpha=decay)
     if momentum:
-        new = g if buffer is None else momentum * buffer + (1 - group["dampening"]) * g
-        terms = terms + (0 if buffer is None else momentum * buffer.abs())
-        g = g + momentum * new if group["nesterov"] else new
-    return -group["lr"] * g, group["lr"] * terms
+        new = g.clone()
+        if buffer is not None:
+            terms.add_(buffer.abs(), alpha=momentum)
+            new = buffer.mul_(momentum).add_(g, alpha=1 - group["dampening"])
+        g = g.add_(new, alpha=momentum) if group["nesterov"] else new
+    return g.mul_(-group["lr"]), terms.mul_(group["lr"])
 
 
 def _adam(read: _Read, before: torch.Tensor, is_decoupled: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The same; arXiv 1412.6980, 1711.05101, and with amsgrad the largest second moment so far."""
-    assert read.step is not None
-    group, g = read.group, read.gradient * (-1 if read.group["maximize"] else 1)
-    is_decoupled = group.get("decoupled_weight_decay", is_decoupled)
+    group, g = read.group, read.gradient
     (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
-    size = g.abs() + (0 if is_decoupled else decay * before.abs())
-    g = g if is_decoupled else g + decay * before
-    zeros = torch.zeros_like(g)
-    m, v = read.states.get("exp_avg", zeros), read.states.get("exp_avg_sq", zeros)
-    first, second = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
-    if group["amsgrad"]:
-        second = torch.maximum(second, read.states.get("max_exp_avg_sq", zeros))
+    is_decoupled = group.get("decoupled_weight_decay", is_decoupled)
+    m, v = (read.states[name] if name in read.states else torch.zeros_like(g) for name in ("exp_avg", "exp_avg_sq"))
+    if group["maximize"]:
+        g.neg_()
+    size = g.abs()
+    if decay and not is_decoupled:
+        g.add_(before, alpha=decay)
+        size.add_(before.abs(), alpha=decay)
+    terms = m.abs().mul_(beta1).add_(size, alpha=1 - beta1)
+    first, second = m.mul_(beta1).add_(g, alpha=1 - beta1), v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    if group["amsgrad"] and "max_exp_avg_sq" in read.states:
+        second = torch.maximum(second, read.states["max_exp_avg_sq"])
     step = read.step + 1
-    divisor = second.sqrt() / (1 - beta2**step).sqrt() + group["eps"]
-    scale = lr / (1 - beta1**step) / divisor
-    shrinks = lr * decay * before if is_decoupled else zeros
-    return -scale * first - shrinks, scale * (beta1 * m.abs() + (1 - beta1) * size) + shrinks.abs()
+    divisor = second.sqrt_().mul_((1 - beta2**step) ** -0.5).add_(group["eps"])
+    scale = lr / (1 - beta1**step)
+    change, terms = first.div_(divisor).mul_(-scale), terms.div_(divisor).mul_(scale)
+    if decay and is_decoupled:
+        shrinks = before * (lr * decay)
+        change.sub_(shrinks)
+        terms.add_(shrinks.abs_())
+    return change, terms

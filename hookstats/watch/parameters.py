@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -97,6 +97,11 @@ class Parameters:
         self._is_ours: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         timed = weakref.WeakMethod(self._timed)
         self.local_gradients = LocalGradients(model, store, binder, self._batches, timed)
+
+    @property
+    def left_out_of_law(self) -> Mapping[str, int]:
+        """How many parameters the law of optimizers leaves out, by the reason."""
+        return {} if self._law is None else self._law.left_out
 
     def add(self, name: str, slot: Slot, keep_channels: bool, group_size: int | None) -> None:
         """Watches a parameter."""

@@ -576,14 +576,14 @@ MUTANTS = [
     Mutant(
         "Adam's formula has no bias correction",
         "hookstats/watch/optimizer_law.py",
-        "scale = lr / (1 - beta1**step) / divisor",
-        "scale = lr / divisor",
+        "scale = lr / (1 - beta1**step)",
+        "scale = lr",
         "tests/rules/test_optimizer_law.py -k formula",
     ),
     Mutant(
         "momentum is not Nesterov's where it is to be",
         "hookstats/watch/optimizer_law.py",
-        'g + momentum * new if group["nesterov"] else new',
+        'g.add_(new, alpha=momentum) if group["nesterov"] else new',
         "new",
         "tests/rules/test_optimizer_law.py -k formula",
     ),

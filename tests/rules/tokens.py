@@ -65,8 +65,8 @@ def snapshots(
     run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
     optimizer, taken = torch.optim.AdamW(model.parameters(), 3e-3), list[Snapshot]()
     loss = FAULTS[loss_of] if isinstance(loss_of, str) else loss_of
-    known = scaler if grad_scaler is True else grad_scaler
-    with hookstats.attach(model, tensors=TENSORS, every=1, sinks=taken.append, grad_scaler=known) as monitor:
+    options = hookstats.Options(grad_scaler=scaler if grad_scaler is True else grad_scaler)
+    with hookstats.attach(model, tensors=TENSORS, every=1, sinks=taken.append, options=options) as monitor:
         for step in range(steps):
             source = torch.Generator().manual_seed(step)
             batches = [torch.randint(CLASSES, (8, length), generator=source) for length in lengths]

@@ -1,0 +1,122 @@
+"""How well healthy trainings keep the laws: ``python -m benchmarks.laws [NAME ...]``, see --help.
+
+Of each law how often it was held against something, and how far that was off, in parts of what rounding is allowed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+import warnings
+from collections.abc import Iterator
+from unittest import mock
+
+import numpy as np
+import torch
+
+import hookstats
+from benchmarks.illnesses import more_healthy  # noqa: F401, it registers its own
+from benchmarks.illnesses.healthy import HEALTHY
+from benchmarks.illnesses.training import seeded
+from hookstats import Snapshot
+from hookstats.numbers.token_weights import NAMES, TokenWeights
+from hookstats.rules import LAWS, judge
+from hookstats.rules.laws import bias_ratios
+from hookstats.rules.step import SiteIds, Step
+from hookstats.watch.arguments import DEFAULT_TENSORS
+
+TENSORS = (*DEFAULT_TENSORS, "outside_update", "optimizer_law", "token_weights")
+ALLOWED = 0.01  # of a ratio of sums, and of the weight of all tokens
+
+
+def bias(step: Step) -> list[float]:
+    if not step.has_any(("grad_output",)):
+        return []
+    _, ratios = bias_ratios(step)
+    common = 1.0 if (abs(ratios - 1) < ALLOWED).any() else float(np.median(ratios)) if ratios.size else 1.0
+    return (abs(ratios / common - 1) / ALLOWED).tolist()  # type: ignore[no-any-return]
+
+
+def cross_entropy(step: Step) -> list[float]:
+    found = [np.flatnonzero(step.valued(f"token_weights.{name}")) for name in NAMES]
+    if any(len(sites) != 1 for sites in found) or "loss" not in step.scalars:
+        return []
+    weights = TokenWeights.of([step.totals.entries(sites) for sites in found], step.ranks)
+    if weights is None or not weights.is_mean(step.scalars["loss"]):
+        return []
+    return [max(weights.least - 1, 1 - weights.most, 0.0) / ALLOWED]
+
+
+def optimizer(step: Step) -> list[float]:
+    """Only whether an element is beyond what is allowed is known: 0, or 2."""
+    mask = step.valued("optimizer_law")
+    off = (step.totals.min[mask] != 1) | (step.totals.max[mask] != 1)
+    return (2.0 * off).tolist()  # type: ignore[no-any-return]
+
+
+def between(step: Step) -> list[float]:
+    """Nothing is allowed: 0, or 2."""
+    changed = step.totals.abs_max[step.valued("outside_update")] > 0
+    return (2.0 * changed).tolist()  # type: ignore[no-any-return]
+
+
+RESIDUALS = {"bias": bias, "cross_entropy": cross_entropy, "optimizer": optimizer, "step": between}
+
+
+def measured(name: str) -> list[Snapshot]:
+    seeded()
+    with mock.patch.object(hookstats, "attach", functools.partial(hookstats.attach, tensors=TENSORS)):
+        return HEALTHY[name]().snapshots
+
+
+def residuals(snapshots: list[Snapshot]) -> dict[str, list[float]]:
+    """Over what is allowed, by law, of all steps."""
+    sites, found = SiteIds(), {law: list[float]() for law in RESIDUALS}
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        for snapshot in snapshots:
+            step = Step(snapshot, sites)
+            for law, own in RESIDUALS.items():
+                found[law] += own(step)
+    return found
+
+
+def table(found: dict[str, dict[str, list[float]]], alarms: dict[str, list[str]]) -> Iterator[str]:
+    """Lines of Markdown. found: by training and law."""
+    yield "| law | trainings | held against | median | 99.9 % | largest | beyond | alarms |"
+    yield 8 * "|---" + "|"
+    for law in RESIDUALS:
+        own = [each[law] for each in found.values() if each[law]]
+        values = np.array([value for each in own for value in each] or [np.nan])
+        rule = LAWS[law].name
+        told = [name for name, rules in alarms.items() if rule in rules]
+        yield (
+            f"| {law} | {len(own)} | {sum(map(len, own)):,} | {np.median(values):.2g} | "
+            f"{np.quantile(values, 0.999):.2g} | {values.max():.2g} | {int((values > 1).sum())} | "
+            f"{len(told)} {', '.join(told)} |"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="only these")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no training begins after so many")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    begin, found, alarms = time.monotonic(), {}, {}
+    for name in options.names or HEALTHY:
+        if time.monotonic() - begin > options.seconds:
+            break
+        snapshots = measured(name)
+        found[name] = residuals(snapshots)
+        told = judge(snapshots, rules=list(LAWS.values()))
+        alarms[name] = [each.rule for each in told if each.severity != "note"]
+        worst = {law: f"{max(own):.2g}" for law, own in found[name].items() if own}
+        print(f"{name}: {worst} {[str(each) for each in told]}", flush=True)
+    print(f"\n{len(found)} of {len(HEALTHY)} healthy trainings\n")
+    print("\n".join(table(found, alarms)))
+
+
+if __name__ == "__main__":
+    main()

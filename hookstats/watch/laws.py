@@ -1,0 +1,159 @@
+"""Which laws are held against a training, where, and why others are not: `Monitor.laws`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from hookstats.numbers.fields import Site
+from hookstats.numbers.frame import StepFrame
+from hookstats.numbers.kinds import is_of_kind
+from hookstats.numbers.token_weights import NAMES, TokenWeights
+
+# Of each law the kinds of tensors that it needs.
+NEEDS = {
+    "bias": ("grad_output", "param_grad"),
+    "cross_entropy": ("token_weights",),
+    "optimizer": ("optimizer_law",),
+    "step": ("outside_update",),
+    "replica": ("param_sample",),
+    "reduction": ("param_grad", "param_grad_local"),
+}
+
+
+class Law(NamedTuple):
+    """A law; ``is_applied``: whether the latest measured step was held against it; ``where``, or why not."""
+
+    name: str
+    is_applied: bool
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.name:14} {'yes' if self.is_applied else 'no':8} {self.where}"
+
+
+class Laws(Mapping[str, Law]):
+    """What `Monitor.laws` returns: each `Law` by its name. Printed, it is a table."""
+
+    def __init__(self, laws: list[Law]) -> None:
+        self._laws = {law.name: law for law in laws}
+
+    def __getitem__(self, name: str) -> Law:
+        return self._laws[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._laws)
+
+    def __len__(self) -> int:
+        return len(self._laws)
+
+    def __repr__(self) -> str:
+        return "\n".join([f"{'law':14} {'applied':8} where, or why not", *map(str, self._laws.values())])
+
+
+def laws(
+    frame: StepFrame | None,
+    kinds: set[str],
+    declared: Mapping[str, bool],
+    left_out: Mapping[str, int],
+    is_judged: bool,
+) -> Laws:
+    """frame: of the latest step; kinds: that are measured; declared: laws that are broken by design, as False.
+
+    left_out: how many parameters the law of optimizers leaves out, by the reason.
+    """
+
+    def law(name: str) -> Law:
+        if declared.get(name) is False:
+            return Law(name, False, "it is declared as broken by design: Options(laws=...)")
+        missing = [kind for kind in NEEDS[name] if kind not in kinds]
+        if missing:
+            return Law(name, False, f"needs {' and '.join(map(repr, missing))} among the tensors")
+        if not is_judged:
+            return Law(name, False, "nothing judges: attach(sinks=[hookstats.record(...)])")
+        if frame is None:
+            return Law(name, False, "no measured step has arrived yet")
+        where, why = _APPLIED[name](frame)
+        if name == "optimizer" and left_out:
+            why = "; ".join(f"{count} parameters: {reason}" for reason, count in left_out.items())
+            where = f"{where}; not at {why}" if where else None
+        return Law(name, where is not None, where or why)
+
+    return Laws([law(name) for name in NEEDS])
+
+
+_Applied = tuple[str | None, str]  # where; else why not
+
+
+def _fired(frame: StepFrame, kind: str) -> list[int]:
+    return [i for i in frame.order.tolist() if is_of_kind(frame.sites.names[i].tensor, kind)]
+
+
+def _bias(frame: StepFrame) -> _Applied:
+    biases = [
+        frame.sites.names[i].name.removesuffix(".bias")
+        for i in _fired(frame, "param_grad")
+        if frame.sites.names[i].name.endswith(".bias")
+    ]
+    places = [frame.sites.place.get(Site(name, "grad_output")) for name in biases]
+    once = sum(place is not None and frame.calls[place] == 1 for place in places)
+    where = f"{once} layer{'s' if once > 1 else ''} with a bias" if once else None
+    return where, "no layer has a bias, and ran once in the step"
+
+
+def _cross_entropy(frame: StepFrame) -> _Applied:
+    found = [_fired(frame, f"token_weights.{name}") for name in NAMES]
+    if not found[0]:
+        return None, (
+            "no output of the model may be logits [..., classes], named so or the only one, with a gradient; or other "
+            "ranks have tokens, too, that are not measured together with these: attach(process_group=...)"
+        )
+    if len(frame.ranks.present) < frame.ranks.world_size:
+        return None, "other ranks have tokens, too: attach(process_group=...)"
+    weights = None
+    if all(len(places) == 1 for places in found):
+        weights = TokenWeights.of(
+            [frame.totals.entries(np.array(places)) for places in found], len(frame.ranks.present)
+        )
+    if weights is None:
+        return None, (
+            "the gradient of the logits is that of no plain cross entropy: label smoothing, weights of classes, soft "
+            "targets, a z-loss or a soft cap"
+        )
+    if "loss" not in frame.scalars:
+        return None, "the loss was not given: monitor.step(loss=loss)"
+    if not weights.is_mean(frame.scalars["loss"]):
+        given = f"{frame.scalars['loss']:.3g}"
+        return None, f"the loss that was given, {given}, is not the mean over tokens: about {weights.loss:.3g}"
+    return f"logits of {weights.microbatches:g} forwards, {weights.tokens * weights.microbatches:.0f} tokens", ""
+
+
+def _of_parameters(kind: str, why: str) -> Callable[[StepFrame], _Applied]:
+    def applied(frame: StepFrame) -> _Applied:
+        count = len(_fired(frame, kind))
+        return (f"{count} parameters" if count else None), why
+
+    return applied
+
+
+def _of_ranks(kind: str) -> Callable[[StepFrame], _Applied]:
+    def applied(frame: StepFrame) -> _Applied:
+        if len(frame.ranks.present) == 1:
+            return None, "there is one rank: attach(process_group=...) measures several together"
+        count = len(_fired(frame, kind))
+        where = f"{count} parameters on {len(frame.ranks.present)} ranks"
+        return (where if count else None), "no parameter was measured"
+
+    return applied
+
+
+_APPLIED: dict[str, Callable[[StepFrame], _Applied]] = {
+    "bias": _bias,
+    "cross_entropy": _cross_entropy,
+    "optimizer": _of_parameters("optimizer_law", "no step of SGD, Adam or AdamW was measured"),
+    "step": _of_parameters("outside_update", "no optimizer has stepped in two measured steps"),
+    "replica": _of_ranks("param_sample"),
+    "reduction": _of_ranks("param_grad_local"),
+}
