@@ -156,7 +156,7 @@ class Options:
     training_only: bool | None = None
     compiled_programs: int = 2
     attention_rows: int | None = 64
-    laws: Mapping[str, bool] = field(default_factory=dict)
+    laws: Mapping[str, bool] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.strict, bool):
