@@ -43,7 +43,8 @@ def cross_entropy(step: Step) -> list[float]:
     if any(len(sites) != 1 for sites in found) or "loss" not in step.scalars:
         return []
     weights = TokenWeights.of([step.totals.entries(sites) for sites in found], step.ranks)
-    if weights is None or not weights.is_mean(step.scalars["loss"]):
+    loss = step.scalars["loss"]
+    if weights is None or not weights.is_mean(loss) or (weights.least > 1.01 and weights.is_differentiated(loss)):
         return []
     return [max(weights.least - 1, 1 - weights.most, 0.0) / ALLOWED]
 

@@ -36,8 +36,15 @@ class TokenWeights(NamedTuple):
 
     def is_mean(self, loss: float) -> bool:
         """Whether a loss may be the mean over all tokens, or its part of one microbatch."""
-        off = min(abs(loss * times - self.loss) for times in (1, self.microbatches))
-        return off <= _DEVIATIONS * self.deviation + _EQUAL * self.loss
+        return any(self._is_about(loss * times, 1.0) for times in (1, self.microbatches))
+
+    def is_differentiated(self, loss: float) -> bool:
+        """Whether a loss may be the one whose gradient it is, whatever that divides by."""
+        return self._is_about(loss, self.least)
+
+    def _is_about(self, loss: float, weight: float) -> bool:
+        off = abs(loss - weight * self.loss)
+        return off <= weight * (_DEVIATIONS * self.deviation + _EQUAL * self.loss)
 
     @classmethod
     def of(cls, totals: list[Stats[Array]], ranks: int) -> TokenWeights | None:

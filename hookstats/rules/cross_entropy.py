@@ -37,8 +37,8 @@ def cross_entropy_gradient(
     False-positive guards: it is arithmetic. Judged is a plain cross entropy, which shows at all entries of the sampled
     rows, of every forward of the step. Others are not: label smoothing, weights of classes, soft targets, a z-loss, a
     soft cap behind the logits. The loss that was given must be the mean over tokens, or its part of one microbatch:
-    within four deviations of the mean loss of the sampled tokens. A sum that is a power of two from 256 on is taken for
-    a GradScaler's scale that `attach` was not told of.
+    within four deviations of the mean loss of the sampled tokens; and it must not be what was differentiated, to these.
+    A sum that is a power of two from 256 on is taken for a GradScaler's scale that `attach` was not told of.
     """
     found = [np.flatnonzero(step.valued(f"token_weights.{name}")) for name in NAMES]
     if any(len(sites) != 1 for sites in found) or scalar not in step.scalars or not step.is_of_all_ranks:
@@ -48,6 +48,7 @@ def cross_entropy_gradient(
         return None
     is_less = weights.most < 1 - _ROUNDING and not _is_of_ranks(weights, step.ranks)
     is_off = is_less or (weights.least > 1 + _ROUNDING and not _is_scale(weights))
+    is_off = is_off and not weights.is_differentiated(step.scalars[scalar])
     unequal = weights.high / weights.low
 
     def say(site: int, since: int) -> str:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+import hookstats
 from hookstats import Snapshot
 from hookstats.rules import Finding, cross_entropy_gradient, judge
-from tests.rules.tokens import CLASSES, FAULTS, HEALTHY, Loss, mean, snapshots, summed
+from tests.rules.tokens import CLASSES, FAULTS, HEALTHY, TENSORS, Loss, mean, snapshots, summed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -112,6 +113,19 @@ def test_what_is_no_plain_cross_entropy_is_not_judged(name: str) -> None:
 def test_a_loss_that_is_not_the_mean_is_not_judged(given: Any) -> None:
     taken = snapshots(lambda logits, targets, count: summed(logits, targets), given=given)
     assert all(number_of(each, "each").count == 4 for each in taken)
+    assert judged(taken) == []
+
+
+def test_a_loss_that_may_be_what_was_differentiated_is_not_judged() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 3)
+    torch.nn.init.normal_(model.weight)
+    taken: list[Snapshot] = []
+    with hookstats.attach(model, tensors=TENSORS, every=1, sinks=taken.append) as monitor:
+        for _ in range(20):  # the losses of two microbatches of two rows vary more than by the factor 2
+            losses = [cross_entropy(model(torch.randn(2, 8)), torch.randint(3, (2,))) for _ in range(2)]
+            sum(losses).backward()  # type: ignore[union-attr]
+            monitor.step(loss=sum(losses))
     assert judged(taken) == []
 
 
