@@ -31,6 +31,7 @@ WIDE = 720
 # Of each rule a training: of benchmarks/illnesses, with its kind of model, of tests/rules/fleet, or of tests/language.
 SHOWN = {
     "nonfinite": "a_weight_that_becomes_nan.gpt",
+    "evaluation-mode": "a_validation_after_which_the_model_stays_in_evaluation_mode.cnn",
     "input-shift": "a_batch_a_thousand_times_too_large.cnn",
     "constant-input": "a_loader_that_gives_zeros_from_the_middle_on.cnn",
     "unscaled-input": "an_identifier_among_the_features.tanh",

@@ -21,6 +21,18 @@ from benchmarks.illnesses.training import Batch, Setup, adam, ill, sgd
 from tests.rules.fleet.models import GPT, layers
 from tests.rules.fleet.training import images, text
 
+# Modes
+
+
+@ill("evaluation-mode", on=("cnn", "mlp"))
+def a_validation_after_which_the_model_stays_in_evaluation_mode(setup: Setup) -> None:
+    def validate(step: int) -> None:
+        if step == 60:
+            setup.model.eval()
+
+    setup.before.append(validate)
+
+
 # Labels and losses
 
 

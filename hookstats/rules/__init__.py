@@ -12,6 +12,7 @@ from hookstats.rules.clipping import clipped_gradients
 from hookstats.rules.collapse import constant_output, equal_channels, posterior_collapse, silent_rows
 from hookstats.rules.cross_entropy import cross_entropy_gradient
 from hookstats.rules.engine import Ill, Rule, rule
+from hookstats.rules.evaluation import evaluation_mode
 from hookstats.rules.experts import dead_experts, expert_load
 from hookstats.rules.finding import SEVERITIES, Cause, Finding
 from hookstats.rules.gradients import exploding_gradients, vanishing_gradients
@@ -62,6 +63,7 @@ __all__ = [
     "dead_experts",
     "defaults",
     "equal_channels",
+    "evaluation_mode",
     "expert_load",
     "exploding_gradients",
     "fit",

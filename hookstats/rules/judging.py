@@ -19,6 +19,7 @@ from hookstats.rules.clipping import clipped_gradients
 from hookstats.rules.collapse import constant_output, equal_channels, posterior_collapse, silent_rows
 from hookstats.rules.cross_entropy import cross_entropy_gradient
 from hookstats.rules.engine import Rule, Verdict
+from hookstats.rules.evaluation import evaluation_mode
 from hookstats.rules.experts import dead_experts, expert_load
 from hookstats.rules.finding import SEVERITIES, Finding
 from hookstats.rules.gradients import exploding_gradients, vanishing_gradients
@@ -52,6 +53,7 @@ def defaults() -> list[Rule]:
     return [
         nonfinite,
         replica_drift,
+        evaluation_mode,
         input_shift,
         constant_input,
         unscaled_input,

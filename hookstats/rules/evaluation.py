@@ -1,0 +1,39 @@
+"""Whether what is trained still runs in training mode."""
+
+from __future__ import annotations
+
+from hookstats.rules.engine import Ill, rule
+from hookstats.rules.memory import Memory
+from hookstats.rules.step import Step
+
+
+@rule(of="param_grad", per_site=False)
+def evaluation_mode(step: Step, memory: Memory, consecutive_steps: int = 3) -> Ill | None:
+    """The model has been left in evaluation mode, and is trained so (warning).
+
+    Forwards in evaluation mode are not measured. So a model of which outputs were measured, and none is any more while
+    its parameters still get gradients, is trained in evaluation mode: without dropout, and with the running statistics
+    of its norms as they were then. In ``consecutive_steps`` = 3 measured steps in a row. It follows from what is
+    measured; the figure is ours.
+
+    What else looks like it: forwards below ``monitor.pause()``, or of a copy that shares the parameters. What to do:
+    call ``model.train()`` after each validation, before the next step. If it is meant, attach with
+    ``options=hookstats.Options(training_only=False)``, and outputs are measured again.
+
+    False-positive guards: a model that never ran in training mode, a step without a gradient other than 0,
+    and a model of which some outputs are measured are not judged.
+    """
+    runs = bool(step.fired("output").any())
+    has_run = memory.get("has_run", False)
+    memory["has_run"] = has_run or runs
+    if not has_run:
+        return None
+    trains = bool((step.totals.abs_max[step.fired("param_grad")] > 0).any())
+
+    def say(_: object, since: int) -> str:
+        return (
+            f"the model has been in evaluation mode since step {since}, and is trained so: dropout is off, and norms "
+            "use the running statistics of then. Call model.train() after a validation, before the next step."
+        )
+
+    return Ill(trains and not runs, say, consecutive_steps, consecutive_steps, steps=consecutive_steps)
