@@ -40,7 +40,7 @@ def moved(model: nn.Module) -> nn.Module:
 def coverage() -> None:
     print("| model | identities | sums | of the parameters | forwards | wrong |\n|---|---|---|---|---|---|")
     counts = [0, 0, 0, 0]
-    for name in (*languages.TYPES, *others.TUNED, *others.OTHERS):
+    for name in dict.fromkeys((*languages.TYPES, *others.TUNED, *others.OTHERS)):
         torch.manual_seed(0)
         if name in languages.TYPES:
             model, inputs = languages.make(name).eval(), languages.batch()
