@@ -191,7 +191,7 @@ class Parameters:
     def _count_step(self, optimizer: Optimizer) -> None:
         """Also of steps that are not measured: ranks that are at different steps are told apart by it."""
         if optimizer not in self._is_ours:
-            self._is_ours[optimizer] = self._is_of_model(optimizer)
+            self._is_ours[optimizer] = bool(self._among(optimizer)) or self._is_of_model(optimizer)
         if self._is_ours[optimizer]:
             self._readings += OF_OPTIMIZER - self._readings % OF_OPTIMIZER
 

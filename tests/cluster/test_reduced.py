@@ -12,7 +12,7 @@ from torch import nn
 import hookstats
 from hookstats.rules import Finding, Judge, reduced_gradient
 from tests import ranks
-from tests.cluster.test_drifts import Mlp, batch
+from tests.cluster.trainings import Mlp, batch
 
 STEPS, BREAKS = 16, 6
 TENSORS = ("output", "grad_output", "param_grad", "param_grad_local")
