@@ -101,8 +101,7 @@ def step_row(frame: StepFrame, key: Key, sites: int) -> dict[str, Any]:
         "drifts": json.dumps(drifts_to_json(frame.drifts)) if frame.drifts else None,
         "histogram": None if bins is None else json.dumps(bins_to_json(bins)),
         "sites": sites,
-        "scalars": len(frame.scalars) + sum(map(len, frame.earlier_scalars.values())),
-        "events": len(frame.skipped),
+        "skipped": json.dumps([[*site, *each] for site, each in frame.skipped.items()]) if frame.skipped else None,
         "since": min([frame.step, *frame.earlier_scalars, *frame.sample_ids]),
     }
 
@@ -122,15 +121,8 @@ def sample_rows(sample_ids: Mapping[int, Counts], key: Key) -> list[dict[str, An
     ]
 
 
-def event_rows(frame: StepFrame, key: Key, id_of: dict[Site, int]) -> list[dict[str, Any]]:
-    return [
-        {**key._asdict(), "site": id_of[site], "reason": plain(skipped.reason), "times": skipped.times}
-        for site, skipped in frame.skipped.items()
-    ]
-
-
 def small_table(table: str, rows: list[dict[str, Any]], sites: list[Site]) -> pa.Table:
-    """Of steps, scalars, samples or events."""
+    """Of steps, scalars or samples."""
     columns: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]}
     if table == "samples":
         ids = columns["ids"]

@@ -1,5 +1,7 @@
 """What goes wrong with a recorded run."""
 
+from pathlib import Path
+
 NO_STEP = "expected a recorded step, got none: monitor.step() was never called, or no measured step is written yet"
 
 
@@ -9,3 +11,15 @@ class RunError(ValueError):
 
 class SchemaError(RunError):
     """A run that another version of hookstats recorded."""
+
+
+class Damaged(RunError):
+    """A file is not as it was written. From then on it is left out: reading again gives what is whole. ``path``."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(f"{path}: {why}")
+        self.path = path
+
+
+class LeftOut(RunError):
+    """Of a step that was read, channels or histograms turn out to be damaged: read again, it has its totals alone."""

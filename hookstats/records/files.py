@@ -1,15 +1,21 @@
-"""Files that are whole or not there: written under a temporary name, fsync, rename, fsync of the directory."""
+"""Files that are whole or not there: written under a temporary name, fsync, rename, fsync of the folder."""
 
 from __future__ import annotations
 
 import io
+import json
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
+from hookstats.records.errors import Damaged
+
 # A directory that somebody else made may hold links to any file of this user's: none of them is written through.
 NO_LINK = os.O_CLOEXEC | os.O_NOFOLLOW
-TEMPORARY = ".tmp"  # behind a name; readers by glob (*.parquet) do not see it
+TEMPORARY = ".tmp"  # after a name; readers by glob (*.parquet) do not see it
+DAMAGED = ".damaged"  # after the name of a file that cannot be read
+_LARGEST = 256 << 20  # bytes of a JSON file: more are not read
 
 
 class Output(io.RawIOBase):
@@ -17,7 +23,7 @@ class Output(io.RawIOBase):
 
     def __init__(self, path: Path) -> None:
         self._is_abandoned = False
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | NO_LINK, 0o666)
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | NO_LINK, 0o666)
 
     def writable(self) -> bool:
         return True
@@ -31,6 +37,9 @@ class Output(io.RawIOBase):
     def sync(self) -> None:
         os.fsync(self._descriptor)
 
+    def fileno(self) -> int:
+        return self._descriptor
+
     def close(self) -> None:
         if not self.closed:
             super().close()
@@ -38,15 +47,15 @@ class Output(io.RawIOBase):
                 os.close(self._descriptor)
 
     def abandon(self) -> None:
-        """Whatever is still written goes nowhere: Arrow writes a footer when its writer is collected."""
+        """Write nothing more: Arrow writes a footer when its writer is collected."""
         if not (self.closed or self._is_abandoned):
             self._is_abandoned = True
             os.close(self._descriptor)
 
 
-def rename(path: Path) -> None:
-    """From its temporary name to its own."""
-    os.replace(path, path.with_name(path.name.removesuffix(TEMPORARY)))
+def set_aside(path: Path) -> None:
+    """Give a file that cannot be read a name that no reader looks for."""
+    os.replace(path, path.with_name(path.name + DAMAGED))
 
 
 def sync_directory(path: Path) -> None:
@@ -63,5 +72,28 @@ def write_whole(path: Path, content: bytes) -> None:
     with Output(temporary) as output:
         output.write(content)
         output.sync()
-    rename(temporary)
+    os.replace(temporary, path)
     sync_directory(path.parent)
+
+
+def write_json(path: Path, body: dict[str, Any]) -> None:
+    """Write an object, with a checksum: a changed number would come back as another number."""
+    write_whole(path, json.dumps(body | {"crc32": _checksum(body)}, indent=1).encode())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What `write_json` wrote. FileNotFoundError without a file; Damaged for anything else."""
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise ValueError(f"expected at most {_LARGEST} bytes")
+        body = json.loads(path.read_bytes())
+        expected = body.pop("crc32")
+        if expected != _checksum(body):
+            raise ValueError(f"expected the checksum {_checksum(body)}, got {expected!r:.40}")
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise Damaged(path, f"expected what hookstats wrote, got something else: {str(error)[:200]}") from None
+    return dict(body)
+
+
+def _checksum(body: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True).encode())

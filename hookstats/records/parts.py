@@ -1,62 +1,216 @@
-"""A Parquet file of a table: written under a temporary name, with what the manifest says of it."""
+"""The files of a run's tables. Their names say what they hold, so that no other file has to say which of them count.
+
+``totals/a0003.00000120-00000183.parquet`` has the rows of the third attempt's steps 120 to 183. Where a trainer's
+numbers go back, ``a0003-2`` is the second time through. The tables of a commit have the same name, and `steps` gets it
+last: what no file of `steps` reaches is of a commit that was broken off. A file that covers several others is made of
+them, and counts in their place.
+
+A file can be checked by itself: pages have Parquet's checksums, and in its metadata the footer has that of its own.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import re
 import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from hookstats.numbers.fields import Counts
 from hookstats.records import files
-from hookstats.records.manifest import Part
-from hookstats.records.schema import ROW_GROUP, writer_options, written
+from hookstats.records.errors import Damaged, SchemaError
+from hookstats.records.schema import ROW_GROUP, SCHEMAS, VERSION, writer_options, written
+
+_NAME = re.compile(r"a(\d{4,9})(?:-(\d{1,9}))?\.(-?\d{7,19})-(-?\d{7,19})\.parquet")
+_METADATA = b"hookstats"
+_CHECKSUM = b'"crc32": "'  # in the metadata; the checksum is that of the footer with zeros in its place
+_LARGEST = 1 << 31  # bytes of a row group
+_KEYS = ("step", "site", "attempt", "record")
+
+
+class Name(NamedTuple):
+    """What the name of a file says. turn: how often the numbers of the attempt's steps had gone back, and 1."""
+
+    attempt: int
+    turn: int
+    first: int
+    last: int
+
+    def __str__(self) -> str:
+        turn = f"-{self.turn}" if self.turn > 1 else ""
+        return f"a{self.attempt:04d}{turn}.{self.first:08d}-{self.last:08d}.parquet"
+
+    @classmethod
+    def parse(cls, text: str) -> Name | None:
+        """None for any other name."""
+        match = _NAME.fullmatch(text)
+        return match and cls(int(match[1]), int(match[2] or 1), int(match[3]), int(match[4]))
+
+
+@dataclass(frozen=True)
+class Listed:
+    """What lies in a rank's folder, by table, in the order in which it was recorded.
+
+    counting: the parts that count; others: those that are covered, or of a commit that was broken off. reached: of each
+    attempt and turn, the last step that was committed, also where the file that says so is damaged.
+    """
+
+    counting: dict[str, list[Name]]
+    others: dict[str, list[Name]]
+    reached: dict[tuple[int, int], int]
+    begun: dict[int, int]  # of each attempt, the first step that was committed, measured or not
+
+
+def list_parts(folder: Path) -> Listed:
+    """Look into the folders of all tables. `steps` is looked at first: what is committed meanwhile counts later."""
+    found: dict[str, list[Name]] = {}
+    reached: dict[tuple[int, int], int] = {}
+    begun: dict[int, int] = {}
+    for table in dict.fromkeys(("steps", *SCHEMAS)):
+        texts: list[str] = []
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            texts = os.listdir(folder / table)
+        names = [(name, text) for text in texts if (name := Name.parse(text.removesuffix(files.DAMAGED)))]
+        found[table] = [name for name, text in names if not text.endswith(files.DAMAGED)]
+        if table == "steps":
+            for name, _ in names:
+                reached[name[:2]] = max(name.last, reached.get(name[:2], name.last))
+                begun[name.attempt] = min(name.first, begun.get(name.attempt, name.first))
+    counting: dict[str, list[Name]] = {}
+    others: dict[str, list[Name]] = {}
+    for table in SCHEMAS:
+        counting[table], others[table] = [], []
+        for name in sorted(found[table], key=lambda name: (name.attempt, name.turn, name.first, -name.last)):
+            before = counting[table][-1] if counting[table] else None
+            is_covered = before is not None and before[:2] == name[:2] and name.last <= before.last
+            counts = not is_covered and name.last <= reached.get(name[:2], name.first - 1)
+            (counting if counts else others)[table].append(name)
+    return Listed(counting, others, reached, begun)
 
 
 class OpenPart:
-    """A file of a table under its temporary name."""
+    """A file of a table under a temporary name, which it has until its own is known."""
 
-    def __init__(self, folder: Path, table: str, number: int) -> None:
-        self._name = f"{number:08d}.parquet"
-        self._path = folder / (self._name + files.TEMPORARY)
+    def __init__(self, folder: Path, table: str, name: str = "open") -> None:
+        """name: a temporary one."""
+        self._path = folder / f"{name}.parquet{files.TEMPORARY}"
         self._output = files.Output(self._path)
         self._writer = pq.ParquetWriter(pa.PythonFile(self._output, "w"), written(table), **writer_options(table))
-        self._rows = 0
-        self._steps: list[int] = []
 
     def write(self, rows: pa.Table) -> None:
         """As a row group, or several."""
         self._writer.write_table(rows, ROW_GROUP)
-        self._rows += rows.num_rows
-        bounds = pc.min_max(rows["step"]).as_py()
-        self._steps = [min([bounds["min"], *self._steps]), max([bounds["max"], *self._steps])]
 
-    def close(self, level: int) -> Part:
-        """On disk, still under its temporary name."""
+    def close(self, consumed: int, records: int) -> None:
+        """Bring it to the disk, still under its temporary name. The numbers are kept in its metadata, see `Footer`."""
+        told = {"version": VERSION, "consumed": consumed, "records": records, "crc32": "0" * 8}
+        self._writer.add_key_value_metadata({_METADATA: json.dumps(told)})
         self._writer.close()
+        seal(self._output.fileno())
         self._output.sync()
         self._output.close()
-        first, last = self._steps
-        footer = footer_of(self._path)
-        return Part(self._name, level, self._rows, self._path.stat().st_size, (first, last), zlib.crc32(footer))
+
+    def rename(self, name: Name) -> None:
+        """From here on it counts, if it is of `steps`; of other tables, as soon as that does."""
+        files.os.replace(self._path, self._path.with_name(str(name)))
 
     def abandon(self) -> None:
-        """Nothing is raised: what is left of it is removed when the directory is opened again."""
+        """Raise nothing: what is left of it is removed when the directory is opened again."""
         self._output.abandon()
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
 
 
-def footer_of(path: Path) -> bytes:
-    """The footer of a Parquet file, with its length and the magic number; empty where there is none."""
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(max(size - 8, 0))
-        end = file.read(8)
-        length = int.from_bytes(end[:4], "little") + 8
-        if end[4:] != b"PAR1" or length > size:
-            return b""
-        file.seek(size - length)
-        return file.read(length)
+def seal(descriptor: int) -> None:
+    """Put the checksum of the footer into it. descriptor: of a file that was written with zeros in its place."""
+    size = os.fstat(descriptor).st_size
+    raw = _raw_footer(descriptor, size)
+    files.os.pwrite(descriptor, b"%08x" % zlib.crc32(raw), size - len(raw) + _place_of_checksum(raw))
+
+
+class Footer(NamedTuple):
+    """What a file says of itself. bounds: of each row group its rows, bytes, and the ends of keys.
+
+    consumed: the position in the ring up to which all was committed with it; records: how many steps its attempt had.
+    """
+
+    metadata: pq.FileMetaData
+    bounds: dict[str, Counts]
+    consumed: int
+    records: int
+
+
+def read_footer(path: Path) -> Footer:
+    """FileNotFoundError without a file; Damaged where it is not what was written; SchemaError for another version."""
+    with checked(path), open(path, "rb") as file:
+        raw = bytearray(_raw_footer(file.fileno(), os.fstat(file.fileno()).st_size))
+        at = _place_of_checksum(raw)
+        expected, raw[at : at + 8] = int(raw[at : at + 8], 16), b"0" * 8
+        if zlib.crc32(raw) != expected:
+            raise ValueError(f"expected a footer with checksum {expected}, got {zlib.crc32(raw)}")
+        metadata = pq.read_metadata(pa.BufferReader(b"PAR1" + raw))
+        told = json.loads(metadata.metadata[_METADATA])
+    if told["version"] != VERSION:
+        raise SchemaError(
+            f"{path}: expected schema version {VERSION}, got {told['version']}: this run was recorded by another "
+            "version of hookstats; read it with that one, or record into another directory"
+        )
+    return Footer(metadata, _bounds(metadata), told["consumed"], told["records"])
+
+
+def _raw_footer(descriptor: int, size: int) -> bytes:
+    """The footer of a Parquet file, with its length and the magic number. ValueError where there is none."""
+    end = os.pread(descriptor, 8, max(size - 8, 0))
+    length = int.from_bytes(end[:4], "little") + 8
+    if end[4:] != b"PAR1" or length > size:
+        raise ValueError("expected a Parquet file, got another one, or a part of it")
+    return os.pread(descriptor, length, size - length)
+
+
+def _place_of_checksum(raw: bytes | bytearray) -> int:
+    at = raw.rfind(_CHECKSUM)
+    if at < 0:
+        raise ValueError("expected a checksum of the footer, got none")
+    return at + len(_CHECKSUM)
+
+
+def _bounds(metadata: pq.FileMetaData) -> dict[str, Counts]:
+    names = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
+    keys = [name for name in _KEYS if name in names]
+    found: dict[str, list[Any]] = {"rows": [], "bytes": [], **{f"{key}_{end}": [] for key in keys for end in _ENDS}}
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        found["rows"].append(group.num_rows)
+        found["bytes"].append(group.total_byte_size)
+        for key in keys:
+            statistics = group.column(names.index(key)).statistics
+            for end in _ENDS:
+                found[f"{key}_{end}"].append(getattr(statistics, end))
+    return {name: np.array(values, np.int64) for name, values in found.items()}
+
+
+_ENDS = ("min", "max")
+
+
+@contextlib.contextmanager
+def checked(path: Path) -> Iterator[None]:
+    """What a file that is not as it was written makes Arrow raise, as Damaged."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        error.filename = str(path)
+        raise
+    except (SchemaError, Damaged):
+        raise
+    except (ValueError, KeyError, OSError, MemoryError, OverflowError, NotImplementedError, pa.ArrowException) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise Damaged(path, str(error)[:500]) from None

@@ -4,22 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import tempfile
-import time
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
 
-from hookstats._locks import Lock, is_locked
-from hookstats.records.decoding import AttemptNumber, decode, load, require
-from hookstats.records.files import NO_LINK
-
-RING = "ring."  # and the number of the attempt; with ".json", what a writer must know of it
-_DESCRIPTION = re.compile(r"ring\.(\d+)\.json")
-_WATCHED = "watched"  # touched in a rank's folder by whoever looks at the run while it grows
-_WATCHED_SECONDS = 15.0  # since then somebody still looks
+RING = "ring."  # and the number of the attempt
 _DEEPEST = 5  # folders below a directory in which runs are looked for
 _MOST = 1000  # runs
 _FOLDERS = 20_000  # that are looked at
@@ -59,60 +47,6 @@ def no_run(path: Path) -> str:
     return f"{path}: expected the directory of a run, with rank=0 in it; got {got}"
 
 
-def descriptions(folder: Path) -> dict[int, Path]:
-    """Of the attempts that are not finished, by number, ascending: what a writer must know of them."""
-    found = ((_DESCRIPTION.fullmatch(path.name), path) for path in folder.glob(f"{RING}*.json"))
-    return dict(sorted((int(match[1]), path) for match, path in found if match))
-
-
-def watch(folder: Path) -> None:
-    """Says that somebody looks: what is measured is then written each 2 seconds. Where that fails, nothing happens."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | NO_LINK
-    with suppress(OSError):
-        descriptor = os.open(folder / _WATCHED, flags, 0o666)
-        try:
-            os.utime(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def is_watched(folder: Path) -> bool:
-    """Whether somebody has looked in the last seconds."""
-    try:
-        return abs(time.time() - os.lstat(folder / _WATCHED).st_mtime) < _WATCHED_SECONDS
-    except OSError:
-        return False
-
-
-@dataclass(frozen=True)
-class Description:
-    """What an attempt's process leaves for the one that writes, as JSON: ``ring.0001.json``."""
-
-    attempt: AttemptNumber
-    ring: Annotated[str, re.compile(r"[^\0]*")]  # its path
-    host: str
-    boot: str  # see `machine`
-    pid: Annotated[int, range(1, 2**31)]
-    started: int | None  # see `started_at`
-    settings: dict[str, Any]
-    rules: list[dict[str, Any]]  # see `rule_to_json`
-
-
-def described(path: Path) -> Description:
-    """What an attempt's process left to be known. RunError where it is anything else, FileNotFoundError without it."""
-    body = load(path)
-    if isinstance(body, dict):  # what else stands in it is not looked at
-        body = {name: value for name, value in body.items() if name in Description.__dataclass_fields__}
-    found = decode(Description, body, path)
-    require(type(found.settings.get("rank")) is int, path, "settings with a rank", found.settings)
-    number = _DESCRIPTION.fullmatch(path.name)
-    require(not number or int(number[1]) == found.attempt, path, "the attempt of its name", found.attempt)
-    for rule in found.rules:
-        is_rule = isinstance(rule.get("rule"), str) and isinstance(rule.get("arguments"), dict)
-        require(is_rule, path, "a rule and its arguments", rule)
-    return found
-
-
 def local_folder(folder: Path, attempt: int) -> Path:
     """Where the ring of an attempt lies: in its folder, but on this machine's own disk where that is a network's.
 
@@ -137,7 +71,7 @@ def _ours() -> Path:
 def ring_of(folder: Path, attempt: int, told: str) -> Path:
     """Where the ring of an attempt is now: in its folder, also if that was moved, or where `local_folder` puts it.
 
-    told: what its description says. ValueError for any other file: it may be another run's.
+    told: what its attempt says. ValueError for any other file: it may be another run's.
     """
     here, there = folder / f"{RING}{attempt:04d}", Path(told)
     if here.exists() or not there.exists():
@@ -161,53 +95,3 @@ def _kind_of_disk(folder: Path) -> str:
         if inside and len(point) >= len(best):
             best, kind = point, right.split()[0]
     return os.fsdecode(kind)
-
-
-def machine() -> dict[str, str]:
-    """What tells this machine from others: its name, and what its kernel drew when it started.
-
-    A container has a name of its own, and another one each time it is made anew; its kernel is that of its machine.
-    """
-    return {"host": socket.gethostname(), "boot": _boot()}
-
-
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
-def is_of_this_machine(told: Description) -> bool:
-    return told.host == socket.gethostname() or told.boot == _boot() != ""
-
-
-def keep_locked(description: Path) -> Lock:
-    """Until this process closes it or ends, others see that it lives: a process's number says nothing in a container.
-
-    BlockingIOError where another one holds it.
-    """
-    return Lock(os.open(description, os.O_RDWR | NO_LINK))
-
-
-def is_training(description: Path, told: Description | None) -> bool:
-    """Whether the process that left a description lives. told: what stands in it; None: that cannot be read."""
-    if told and is_of_this_machine(told) and told.started == started_at(told.pid) is not None:
-        return True
-    try:
-        file = os.open(description, os.O_RDONLY | NO_LINK)
-    except OSError:
-        return False
-    try:
-        return is_locked(file)
-    finally:
-        os.close(file)
-
-
-def started_at(pid: int) -> int | None:
-    """When a process started, in ticks since the machine did, which tells it from a later one. None: it is gone."""
-    try:
-        told = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return None if told[0] in "ZX" else int(told[19])  # one that its parent has not asked for runs no more
-    except (OSError, ValueError, IndexError):
-        return None

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import atexit
 import json
+import multiprocessing.util
 import os
+import socket
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -21,22 +24,11 @@ from hookstats._warn import WarnOnce
 from hookstats.numbers.frame import Sites, StepFrame
 from hookstats.numbers.given import Given
 from hookstats.records import wire
+from hookstats.records.attempts import begin_attempt, is_training, open_attempts, path_of, read_attempt
+from hookstats.records.endings import Exits, ending_of
 from hookstats.records.errors import RunError
-from hookstats.records.files import write_whole
-from hookstats.records.places import (
-    RING,
-    Description,
-    described,
-    descriptions,
-    is_training,
-    keep_locked,
-    local_folder,
-    machine,
-    rank_folder,
-    started_at,
-    watch,
-)
-from hookstats.records.ring import CLOSED, DIED, Ring
+from hookstats.records.places import rank_folder
+from hookstats.records.ring import Ring
 from hookstats.records.writing import Thinning, WriterProcess
 from hookstats.rules import LAWS, Finding, Rule, defaults, rule_to_json
 
@@ -113,7 +105,7 @@ class Recording:
                 f"record: expected a directory, or a path where one can be made, got {self.path}: {found} is a file"
             ) from None
         self._pid = os.getpid()
-        self._stopped = self._is_closed = self._died = False
+        self._stopped = self._is_closed = False
         self._tell = WarnOnce()
         self._ring, self._left = None, ()
         self._given = Given({}, {})  # of steps that are not recorded, to be written
@@ -123,55 +115,37 @@ class Recording:
         broken = [name for name, holds in settings.get("options", {}).get("laws", {}).items() if not holds]
         left_out = {rule_to_json(LAWS[name])["rule"] for name in broken}
         rules = [rule for rule in self._rules if rule["rule"] not in left_out]
-        self._attempt = self._describe(dict(settings), rules)
+        self._refuse_others()
+        about = {**settings, "hookstats": _version(), "host": socket.gethostname(), "time": time.time()}
+        attempt, self._lock, self._signals = begin_attempt(self._folder, about, rules)
+        self._attempt, self._ring_path = attempt.attempt, Path(attempt.ring)
         self._before = self._recorded_before()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         judges = {"rules": rules, "sinks": self._sinks}
         self._writer = WriterProcess(self._folder, self._attempt, self._wake, judges, self._tell)
         self._thinning = Thinning(settings.get("every"), self._tell_behind)
+        self._send_last: Callable[[], Callable[[], object] | None] = lambda: None
+        self._exits = Exits()
         atexit.register(self._at_exit)
+        if multiprocessing.parent_process() is not None:  # its processes end without atexit
+            self._finalizer = multiprocessing.util.Finalize(None, self._at_exit, exitpriority=100)
         self._begun = True
 
-    def _describe(self, settings: dict[str, Any], rules: list[dict[str, Any]]) -> int:
-        """Takes the number of a new attempt, and leaves what a writer must know of it."""
-        known = descriptions(self._folder)
-        for path in known.values():
+    def at_exit(self, send: Callable[[], object]) -> None:
+        """send: is called first where the process ends without `close`, if its object is still there then."""
+        self._send_last = weakref.WeakMethod(send)
+
+    def _refuse_others(self) -> None:
+        for number in open_attempts(self._folder):
             other = None
             with suppress(OSError, RunError):
-                other = described(path)
-            if is_training(path, other):
+                other = read_attempt(self._folder, number)
+            if is_training(self._folder, number, other):
                 who = f"process {other.pid}" if other else "another process"
                 raise RuntimeError(
                     f"record: expected a directory that nobody records into, but {who} records into {self.path}: "
                     "detach its monitor, or choose another directory"
                 )
-        attempt = 1 + max(known, default=0)
-        manifest = self._folder / "manifest.json"
-        if manifest.exists():
-            with suppress(ValueError, TypeError, KeyError, RecursionError):
-                earlier = json.loads(manifest.read_text())["attempts"]
-                attempt = max([attempt, *(1 + int(each["attempt"]) for each in earlier)])
-        while True:
-            self._description = self._folder / f"{RING}{attempt:04d}.json"
-            try:
-                os.close(os.open(self._description, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
-                break
-            except FileExistsError:
-                attempt += 1
-        self._ring_path = local_folder(self._folder, attempt) / f"{RING}{attempt:04d}"
-        here = machine()
-        own = Description(
-            attempt,
-            str(self._ring_path),
-            **here,
-            pid=self._pid,
-            started=started_at(self._pid),
-            settings=settings | {"hookstats": _version(), "host": here["host"], "time": time.time()},
-            rules=rules,
-        )
-        write_whole(self._description, json.dumps(vars(own)).encode())
-        self._lock = keep_locked(self._description)
-        return attempt
 
     def _recorded_before(self) -> list[int]:
         """The steps of earlier attempts that count. What cannot be read is reported by whoever reads it."""
@@ -201,6 +175,19 @@ class Recording:
     def take_given(self, given: Given) -> None:
         """Keeps that of steps that were not measured and come without one that was. Never raises, as `take`."""
         self._try(lambda: self._take_given(given))
+
+    def take_early(self, given: Given) -> None:
+        """Keeps scalars that the next measured step brings once more, in case that none comes. Never raises.
+
+        Before the first measured step nobody knows how large the ring is to be: they come with that.
+        """
+        if self._ring is not None:
+            self._try(lambda: self._take_early(given))
+
+    def _take_early(self, given: Given) -> None:
+        """Where there is no room, the next step brings it. The writer is not woken for so little."""
+        self._exits.forget()
+        self._opened([]).write(wire.EARLY, wire.of_given(given, 0.0))
 
     def _try(self, take: Callable[[], None]) -> None:
         if os.getpid() != self._pid:
@@ -235,6 +222,7 @@ class Recording:
         return self._ring
 
     def _take(self, frame: StepFrame) -> None:
+        self._exits.forget()
         self._tell_hidden(min([frame.step, *frame.earlier_scalars]))
         pieces = wire.of_step(frame, self._sites.get(frame.sites, self._sites_sent))
         length = sum(piece.nbytes for piece in pieces)
@@ -329,8 +317,10 @@ class Recording:
         end = time.monotonic() + timeout
         ring = self._ring
         head = 0 if ring is None else ring.head
+        if ring is not None:
+            ring.wanted = head  # else it is written later
+            os.eventfd_write(self._wake, 1)
         while ring is not None and ring.tail < head and not self._is_over():
-            watch(self._folder)  # else it is written later
             self._look_after(ring)
             if time.monotonic() > end:
                 raise TimeoutError(
@@ -339,42 +329,44 @@ class Recording:
             time.sleep(0.02)
         return self.path
 
-    def close(self, overhead: Mapping[str, float] | None = None, died: bool = False, timeout: float = 60) -> None:
+    def close(
+        self, overhead: Mapping[str, float] | None = None, error: BaseException | None = None, timeout: float = 60
+    ) -> None:
         """Ends the recording: when it returns, everything is in the directory. A warning where that takes longer.
 
         It takes at most 10 seconds where steps were dropped, because the writer is far behind then; it goes on by
         itself, and what was taken is not lost.
 
-        overhead: in microseconds, what `Monitor.overhead` says; it is kept with the run. died: an error ended
-        training, and the attempt has "died".
+        overhead: in microseconds, what `Monitor.overhead` says; it is kept with the run. error: which ended training.
         """
         if not self._begun or os.getpid() != self._pid:
             return
-        self._died = died
         if not self._stopped:
             if self._ring is None:
-                self._description.unlink(missing_ok=True)
+                path_of(self._folder, self._attempt).unlink(missing_ok=True)
             else:
-                self._finish(self._ring, overhead, timeout)
+                self._finish(self._ring, overhead, ending_of(error), timeout)
         self._stopped = True
         if not self._is_closed:
             self._is_closed = True
             atexit.unregister(self._at_exit)
+            self._exits.close()
+            self._signals.end()
             os.close(self._wake)
             self._lock.close()
             self._writer.wait(0)
 
-    def _finish(self, ring: Ring, overhead: Mapping[str, float] | None, timeout: float) -> None:
+    def _finish(self, ring: Ring, overhead: Mapping[str, float] | None, ending: str, timeout: float) -> None:
         if any(self._given):
             self._send_given(ring)
         self._thinning.at_end(ring)
         if overhead is not None:
             ring.write(wire.OVERHEAD, wire.of_overhead(overhead))
-        self._ended()
+        self._ended(ending)
         if ring.dropped:
             timeout = min(timeout, _BEHIND_SECONDS)
         end = time.monotonic() + timeout
-        while self._description.exists():
+        while self._ring_path.exists():
             if not self._look_after(ring):
                 break
             if time.monotonic() > end:
@@ -400,18 +392,26 @@ class Recording:
 
     def _at_exit(self) -> None:
         """End the recording of a script that has not detached its monitor."""
-        if self._ring is None and not self._is_over():
+        if self._is_over():
+            return
+        send = self._send_last()
+        if send is not None:
+            with suppress(Exception):  # a device that has failed
+                send()
+        if self._ring is None:
             self._tell(
                 "nothing",
                 f"nothing is recorded into {self.path}: monitor.step() was never called, or no step that it measured "
                 "has arrived; call it at the end of each training step, and monitor.detach() at the end of training",
             )
-        self._ended()
+        self._ended(self._exits.ending())
+        self._signals.end()
+        self._stopped = True
 
-    def _ended(self) -> None:
+    def _ended(self, ending: str) -> None:
         """No further step will come: the writer ends when the ring is empty."""
         if self._ring is not None and os.getpid() == self._pid and not self._ring.failed:
-            self._ring.closed = DIED if self._died else CLOSED
+            self._ring.close(ending)
             os.eventfd_write(self._wake, 1)
 
     def _is_over(self) -> bool:
@@ -420,7 +420,7 @@ class Recording:
     def _stop(self, why: str) -> None:
         self._stopped = True
         with suppress(OSError):
-            self._ended()
+            self._ended("closed: recording stopped before training did")
         self._tell("stop", f"recording into {self.path} stopped, training goes on: {why}")
 
 

@@ -22,14 +22,13 @@ from hookstats.records.files import NO_LINK
 _MAGIC = 0x31_474E_4952_5348  # "HSRING1"
 _RECORD = 0x4452_4F43_4552  # before each record, and with its number behind it
 _HEADER = 4096  # words and the text of a failure; then the records
-_TEXT = 1024  # where that text begins
+_ENDING, _TEXT = 512, 1024  # where texts begin: how training ended, and why the writer failed
 _BEGIN, _END = 32, 8  # bytes around a payload: magic, kind, length of the payload, number; number
 MAX_BYTES = 1 << 40
 
-CLOSED, DIED = 1, 2  # of the word "closed": nothing more comes; and an error was why
-
-# Words of the header. The one who writes records owns head, written, dropped, closed; the other one the rest.
+# Words of the header. The one who writes records owns head, written, dropped, closed, wanted; the other one the rest.
 _WORDS = ("magic", "capacity", "head", "tail", "written", "judged", "dropped", "closed", "failed", "findings", "fed")
+_WORDS += ("wanted",)
 
 
 class RingError(RunError):
@@ -46,7 +45,10 @@ class Record(NamedTuple):
 
 
 class Ring:
-    """``head``, ``tail``: positions. ``written``: records so far. The others as their owner uses them."""
+    """``head``, ``tail``: positions; ``wanted``: up to which the writer is to commit now. ``written``: records so far.
+
+    The others as their owner uses them.
+    """
 
     head: int
     tail: int
@@ -57,6 +59,7 @@ class Ring:
     failed: int
     findings: int
     fed: int
+    wanted: int
 
     def __init__(self, path: Path) -> None:
         """Maps a ring that `create` has made. RingError where it is none."""
@@ -109,13 +112,28 @@ class Ring:
     @property
     def failure(self) -> str:
         """What the reader has said of its failure."""
-        return bytes(self._memory[_TEXT:_HEADER]).rstrip(b"\0").decode("utf-8", "replace")
+        return self._text(_TEXT, _HEADER)
+
+    @property
+    def ending(self) -> str:
+        """What the one who writes has said of its end."""
+        return self._text(_ENDING, _TEXT)
+
+    def _text(self, begin: int, end: int) -> str:
+        return bytes(self._memory[begin:end]).rstrip(b"\0").decode("utf-8", "ignore")
 
     def fail(self, text: str) -> None:
         """Tells the one who writes that nobody reads any more, and why."""
-        told = text.encode()[: _HEADER - _TEXT - 1]
-        self._memory[_TEXT : _TEXT + len(told)] = told
+        self._say(text, _TEXT, _HEADER)
         self.failed = 1
+
+    def close(self, ending: str) -> None:
+        """Tells the one who reads that nothing more comes, and how training has ended."""
+        self._say(ending, _ENDING, _TEXT)
+        self.closed = 1
+
+    def _say(self, text: str, begin: int, end: int) -> None:
+        self._memory[begin:end] = text.encode("utf-8", "replace")[: end - begin - 1].ljust(end - begin, b"\0")
 
     def write(self, kind: int, pieces: Sequence[NDArray[Any]]) -> bool:
         """A record of these contiguous arrays, one behind another. False: there is no room for it now."""

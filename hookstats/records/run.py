@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from datetime import datetime, timezone
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -22,11 +21,9 @@ from hookstats.numbers.snapshot import Snapshot
 from hookstats.numbers.tables import html
 from hookstats.records import timeline
 from hookstats.records.arrays import from_list, to_arrow, to_numpy
-from hookstats.records.decoding import content
-from hookstats.records.errors import RunError
-from hookstats.records.manifest import Attempt
+from hookstats.records.errors import Damaged, RunError
 from hookstats.records.places import no_run
-from hookstats.records.reading import Chosen, Reader
+from hookstats.records.reading import Chosen, Reader, leave_out
 from hookstats.records.schema import SCHEMAS, names_of
 from hookstats.records.snapshots import Snapshots, lists
 from hookstats.rules import Finding, head, story
@@ -94,11 +91,11 @@ class Run:
         self._statistics = _statistics(statistics)
         self._has_all_steps = steps is None
         self._slice = steps if isinstance(steps, slice) else None
-        self._choose(_matching(self._reader.manifest.sites, sites), _rows(self._timeline.step, steps))
+        self._choose(_matching(self._reader.sites, sites), _rows(self._timeline.step, steps))
 
     def _choose(self, sites: set[Site] | None, rows: list[int]) -> None:
         self._chosen_sites, self._rows = sites, rows
-        known = self._reader.manifest.sites
+        known = self._reader.sites
         self._ids = None if sites is None else np.flatnonzero([site in sites for site in known])
         self._snapshots = Snapshots(self._reader, self._timeline, self._ids)
 
@@ -108,6 +105,11 @@ class Run:
         numbers: list[int] = self._timeline.step[self._rows].tolist()
         return numbers
 
+    @property
+    def sites(self) -> list[Site]:
+        """Those of which anything was recorded, in the order in which they came."""
+        return [site for site in self._reader.sites if self._chosen_sites is None or site in self._chosen_sites]
+
     def __len__(self) -> int:
         return len(self._rows)
 
@@ -116,7 +118,10 @@ class Run:
         at = self._place_of(step)
         if at is None:
             raise KeyError(f"expected a recorded step, such as {self.steps[:5]}; got {step!r}")
-        return next(self._read(self._rows[at : at + 1]))
+        found = next(self._read(self._rows[at : at + 1]), None)
+        if found is None:
+            raise RunError(f"step {step}: expected rows of totals, but a file with them cannot be read")
+        return found
 
     def __contains__(self, step: object) -> bool:
         return self._place_of(step) is not None
@@ -144,11 +149,7 @@ class Run:
         """
         columns = ["step", "time", "attempt", "record", "site", "place", "order", "calls", *self._statistics]
         found = self._table("totals", columns, Chosen(self._bounds, self._ids), "place")
-        ids = to_numpy(found["site"])
-        sites = self._reader.manifest.sites
-        if ids.size and not 0 <= ids.min() <= ids.max() < len(sites):
-            raise RunError(f"expected sites 0 to {len(sites) - 1}, got {ids.min()} to {ids.max()}")
-        named = names_of(sites, ids)
+        named = names_of(self._reader.sites, to_numpy(found["site"]))
         shown = ["step", "time", "attempt", "site", *named, "order", "calls", *self._statistics]
         return pa.Table.from_arrays([named[name] if name in named else found[name] for name in shown], shown)
 
@@ -162,7 +163,7 @@ class Run:
         """
         columns = ["step", "time", "attempt", "record", "name", "value", "measured"]
         found = self._reader.table("scalars", columns, Chosen(self._span, None))
-        counting = self._timeline.scalars_that_count(found, self._reader.manifest)
+        counting = self._timeline.scalars_that_count(found)
         found = found.take(to_arrow(counting, pa.int64()))
         if not self._has_all_steps and self._slice is None:
             found = found.filter(to_arrow(np.isin(to_numpy(found["step"]), self.steps), pa.bool_()))
@@ -181,7 +182,7 @@ class Run:
 
     def _sample_ids(self, step: int) -> Counts | None:
         found = self._reader.table("samples", ["step", "attempt", "record", "ids"], Chosen((step, step), None))
-        counting = self._timeline.scalars_that_count(found, self._reader.manifest)
+        counting = self._timeline.scalars_that_count(found)
         return lists(found["ids"])[int(counting[0])] if len(counting) else None
 
     @property
@@ -201,7 +202,7 @@ class Run:
     def _table(self, table: str, columns: Sequence[str], chosen: Chosen, within: str | None = None) -> pa.Table:
         """The rows of the steps that count, by step, and in a step by a column or as they were recorded."""
         found = self._reader.table(table, columns, chosen)
-        rows = self._timeline.rows_of(found, self._reader.manifest)
+        rows = self._timeline.rows_of(found)
         is_chosen = np.zeros(len(self._timeline.step) + 1, bool)
         is_chosen[self._rows] = True  # at -1, the last: those that do not count
         kept = np.flatnonzero(is_chosen[rows])
@@ -219,8 +220,7 @@ class Run:
     @property
     def findings(self) -> list[Finding]:
         """What the rules found in these steps and sites while the run was recorded, in that order."""
-        paths = [folder / "findings.jsonl" for folder in self._folders]
-        found = [finding for path in paths if path.exists() for finding in findings_in(path, content(path))]
+        found = [each for folder in self._folders for each in findings_in(folder / "findings.jsonl")]
         numbers = set(self.steps)
         return [
             finding
@@ -236,23 +236,32 @@ class Run:
         return int(self._timeline.step[at]) if at < len(self._timeline.step) else step
 
     @property
-    def manifest(self) -> dict[str, Any]:
-        """What stands in manifest.json: attempts with their settings, and the parts."""
-        return self._reader.manifest.to_json()
-
-    @property
-    def _attempts(self) -> list[Attempt]:
-        return self._reader.manifest.attempts
+    def attempts(self) -> list[dict[str, Any]]:
+        """The processes that recorded, ascending: ``attempt``, its number; ``settings``; ``begun``, in seconds since
+        the epoch; ``ended``: None, "closed", or how else, such as "died: RuntimeError: ..."; ``records``: how many
+        steps it measured; ``dropped``: those for which the ring had no room. Of several ranks those of the first.
+        """
+        records = self._timeline.recorded
+        return [
+            {
+                "attempt": each.attempt,
+                "settings": each.settings,
+                "begun": each.begun,
+                "ended": each.ended,
+                "records": records.get(each.attempt, 0),
+                "dropped": each.dropped,
+            }
+            for each in self._reader.attempts
+        ]
 
     def _repr_html_(self) -> str:
         """For notebooks: the attempts, the run in a few sentences, and what stands for itself, 20 at most."""
         rows = [["attempt", "model", "begun (UTC)", "ended", "steps recorded", "dropped"]]
-        for each in self._attempts:
-            begun = ""
-            with suppress(ValueError, OverflowError, OSError):
-                begun = datetime.fromtimestamp(each.begun, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
-            model, ended = str(each.settings.get("model", "")), each.ended or "not yet"
-            rows.append([str(each.attempt), model, begun, ended, str(each.records), str(each.dropped)])
+        for each in self.attempts:
+            begun = datetime.fromtimestamp(each["begun"], timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+            numbers = [str(each[name]) for name in ("records", "dropped")]
+            model, ended = str(each["settings"].get("model", "")), each["ended"] or "not yet"
+            rows.append([str(each["attempt"]), model, begun, ended, *numbers])
         findings = self.findings
         chapters = story(findings)
         more = [f"{len(chapters) - 20} more findings that stand for themselves"] if len(chapters) > 20 else []
@@ -282,9 +291,10 @@ class MergedRun(Run):
         self._ranks = [Run(folder, None, None, statistics) for folder in folders]
         first = self._ranks[0]
         self._folders, self._timeline, self._statistics = folders, first._timeline, first._statistics
+        self._reader = first._reader
         self._has_all_steps = steps is None
         self._slice = steps if isinstance(steps, slice) else None
-        known = list(dict.fromkeys(site for rank in self._ranks for site in rank._reader.manifest.sites))
+        known = list(dict.fromkeys(site for rank in self._ranks for site in rank._reader.sites))
         self._known, self._chosen_sites = known, _matching(known, sites)
         numbered = [_numbered(rank._timeline) for rank in self._ranks]
         common = set.intersection(*map(set, numbered))
@@ -297,15 +307,25 @@ class MergedRun(Run):
 
     def _read(self, rows: list[int]) -> Iterator[Snapshot]:
         at = np.searchsorted(self._rows, rows).tolist()
-        each = [rank._snapshots.read([rank._rows[i] for i in at]) for rank in self._ranks]
-        return (Snapshot(merge([snapshot.frame for snapshot in snapshots])) for snapshots in zip(*each, strict=True))
+        ranks = [rank._snapshots.read([rank._rows[i] for i in at]) for rank in self._ranks]
+        now = [next(of_rank, None) for of_rank in ranks]
+        while None not in (steps := [None if each is None else each.step for each in now]):
+            latest = max(step for step in steps if step is not None)
+            is_common = set(steps) == {latest}  # else one rank has a step that cannot be read of another
+            if is_common:
+                yield Snapshot(merge([snapshot.frame for snapshot in now if snapshot is not None]))
+            now = [
+                next(of_rank, None) if is_common or step != latest else snapshot
+                for of_rank, step, snapshot in zip(ranks, steps, now, strict=True)
+            ]
 
     @property
     def totals(self) -> pa.Table:
         """As that of one rank; ``site`` numbers are of this table."""
         names = ["step", "time", "attempt", "site", "name", "tensor", "order", "calls", *self._statistics]
         schema = pa.schema([SCHEMAS["totals"].field(name) for name in names])
-        tables = [self._totals_of(row, snapshot, schema) for row, snapshot in zip(self._rows, self, strict=True)]
+        row = dict(zip(self.steps, self._rows, strict=True))
+        tables = [self._totals_of(row[snapshot.step], snapshot, schema) for snapshot in self]
         return pa.concat_tables([pa.Table.from_batches([], schema), *tables])
 
     def _totals_of(self, row: int, snapshot: Snapshot, schema: pa.Schema) -> pa.Table:
@@ -349,28 +369,25 @@ class MergedRun(Run):
         found = [ids for rank in self._ranks if (ids := rank._sample_ids(step)) is not None]
         return np.concatenate(found) if found else None
 
-    @property
-    def _attempts(self) -> list[Attempt]:
-        """Those of the first rank."""
-        return self._ranks[0]._attempts
-
-    @property
-    def manifest(self) -> dict[str, Any]:
-        """The manifest of each rank, by the name of its folder."""
-        return {rank._folders[0].name: rank.manifest for rank in self._ranks}
-
 
 def _numbered(of: timeline.Timeline) -> list[tuple[int, int]]:
     """Step and attempt, of each."""
     return list(zip(of.step.tolist(), of.attempt.tolist(), strict=True))
 
 
-def findings_in(path: Path, text: bytes) -> list[Finding]:
-    """Those of whole lines, of this text of a file; the last one may be half written. RunError for other lines."""
+def findings_in(path: Path) -> list[Finding]:
+    """Those of a file, a line each; the last may be half written. What is no finding is left out, and said once."""
+    found = []
     try:
-        return [Finding.from_json(json.loads(line)) for line in text.split(b"\n")[:-1]]
-    except (ValueError, TypeError, RecursionError) as error:
-        raise RunError(f"{path}: expected a finding in each line; {str(error)[:300]}") from None
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+    for number, line in enumerate(lines, start=1):
+        try:
+            found.append(Finding.from_json(json.loads(line)))
+        except (ValueError, TypeError, RecursionError) as error:
+            leave_out(Damaged(path, f"expected a finding in line {number}; {str(error)[:300]}"))
+    return found
 
 
 def _statistics(names: Sequence[str] | None) -> list[str]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from hookstats.numbers.fields import FIELDS, STATISTICS, Site
 from hookstats.records.arrays import from_list, to_arrow
 
-VERSION = 5
+VERSION = 6
 ROW_GROUP = 10_000  # rows of totals
 FLUSH = 8 << 20  # bytes that are held before they are written as row groups
 
@@ -37,7 +37,8 @@ _SITE = {"site": pa.int32(), "name": pa.string(), "tensor": pa.string()}
 _DOUBLES = pa.list_(pa.float64())
 
 _COLUMNS: dict[str, dict[str, pa.DataType]] = {
-    # One row for each measured step. sites, scalars, events: how many rows it has in totals, scalars, events.
+    # One row for each measured step. sites: how many rows it has in totals. skipped: sites that were left out, as JSON,
+    # each its name, tensor, reason, and how often, null where it was given up.
     # since: the smallest step of which it has scalars or ids of samples, or its own.
     # histogram: the bins, as JSON; null where there are none. ranks: whose numbers these are, "0-7 of 8".
     # drifts: replicas that are none, as JSON (numbers/ranks.py); null where there are none.
@@ -49,8 +50,7 @@ _COLUMNS: dict[str, dict[str, pa.DataType]] = {
         "drifts": pa.string(),
         "histogram": pa.string(),
         "sites": pa.int32(),
-        "scalars": pa.int32(),
-        "events": pa.int32(),
+        "skipped": pa.string(),
         "since": pa.int64(),
     },
     # One row for each site of a step. place: in the Snapshot; order: in the order of execution, null where silent.
@@ -78,8 +78,6 @@ _COLUMNS: dict[str, dict[str, pa.DataType]] = {
     "scalars": {**_KEYS, "name": pa.string(), "value": pa.float64(), "measured": pa.bool_()},
     # Of every step with which ids of samples were given; as scalars for the rest.
     "samples": {**_KEYS, "ids": pa.list_(pa.int64()), "measured": pa.bool_()},
-    # Sites that were skipped; times is null where the site was given up.
-    "events": {**_KEYS, **_SITE, "reason": pa.string(), "times": pa.int64()},
 }
 SCHEMAS = {table: pa.schema(list(columns.items())) for table, columns in _COLUMNS.items()}
 

@@ -11,13 +11,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from hookstats.numbers.fields import FIELDS, Array, Counts, Skipped, histogram_shape
+from hookstats.numbers.fields import FIELDS, Array, Counts, Site, Skipped, histogram_shape
 from hookstats.numbers.frame import Memory, Sites, StepFrame, block_of
 from hookstats.numbers.ranks import drifts_from_json
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.records.arrays import is_null, to_arrow, to_numpy
 from hookstats.records.derived import wholes_of
-from hookstats.records.errors import RunError
+from hookstats.records.errors import LeftOut
 from hookstats.records.reading import Chosen, Reader
 from hookstats.records.schema import SAME_AS, STATE
 from hookstats.records.timeline import Timeline
@@ -35,10 +35,10 @@ class Snapshots:
         self._reader = reader
         self._timeline = timeline
         self._sites = sites
-        self._names = list(reader.manifest.sites)
+        self._shown = None if sites is None else {reader.sites[site] for site in sites.tolist()}
 
     def read(self, rows: Sequence[int]) -> Iterator[Snapshot]:
-        """rows: of the timeline, ascending; as many at once as are held."""
+        """Those whose rows can be read. rows: of the timeline, ascending; as many at once as are held."""
         sizes = np.cumsum([0, *(self._timeline.columns["sites"][row] for row in rows)])
         begin = 0
         while begin < len(rows):
@@ -51,9 +51,12 @@ class Snapshots:
         totals = self.table("totals", [*_SITES, *values], rows)
         scalars = self.table("scalars", ["step", "name", "value"], rows)
         samples = self.table("samples", ["step", "ids"], rows)
-        events = self.table("events", ["site", "reason", "times"], rows)
+        at = self._timeline.step[rows], self._timeline.attempt[rows]
+        has_channels, has_histograms = (self._reader.covered(table, *at) for table in ("channels", "histograms"))
         for i, row in enumerate(rows):
-            yield self._snapshot(row, totals[i], scalars[i], samples[i], events[i])
+            if self._sites is not None or len(totals[i]) == self._timeline.columns["sites"][row]:
+                frame = self._frame(row, totals[i], bool(has_channels[i]), bool(has_histograms[i]))
+                yield Snapshot(replace(frame, **self._given(row, scalars[i], samples[i])))
 
     def table(self, table: str, columns: Sequence[str], rows: Sequence[int]) -> list[pa.Table]:
         """The rows of each of these steps, of totals by place, of the others as they were recorded."""
@@ -63,62 +66,40 @@ class Snapshots:
             first = min(self._timeline.columns["since"][row] for row in rows)
         chosen = Chosen((first, last), None if is_given else self._sites)
         found = self._reader.table(table, ["attempt", "record", *columns], chosen)
-        of = self._timeline.rows_of(found, self._reader.manifest)
+        of = self._timeline.rows_of(found)
         order = np.lexsort((to_numpy(found["place"]), of)) if "place" in columns else np.argsort(of, kind="stable")
         found = found.take(to_arrow(order, pa.int64()))
         begins, ends = (np.searchsorted(of[order], list(rows), side=side) for side in ("left", "right"))
         return [found.slice(begin, end - begin) for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
 
-    def _snapshot(self, row: int, totals: pa.Table, scalars: pa.Table, samples: pa.Table, events: pa.Table) -> Snapshot:
-        timeline = self._timeline
-        step = int(timeline.step[row])
-        of_step = {name: values[row] for name, values in timeline.columns.items()}
-        for name, table in (("sites", totals), ("scalars", scalars), ("events", events)):
-            if (name == "scalars" or self._sites is None) and table.num_rows != of_step[name]:
-                raise RunError(f"step {step}: expected {of_step[name]} rows of {name}, got {table.num_rows}")
+    def _given(self, row: int, scalars: pa.Table, samples: pa.Table) -> dict[str, Any]:
+        """What came with a step, as a StepFrame has it."""
+        of_step = {name: values[row] for name, values in self._timeline.columns.items()}
         named: dict[int, dict[str, float]] = {}
         for number, name, value in zip(*(scalars[name].to_pylist() for name in scalars.column_names[2:]), strict=True):
             named.setdefault(number, {})[name] = value
-        left_out = zip(*(events[name].to_pylist() for name in ("site", "reason", "times")), strict=True)
-        skipped = {self._names[self._id(step, site)]: Skipped(reason, times) for site, reason, times in left_out}
-        if sum(map(len, named.values())) != scalars.num_rows or len(skipped) != events.num_rows:
-            raise RunError(f"step {step}: expected each scalar and skipped site once, got {named}, {skipped}")
-        scale, overflowed, own = of_step["grad_scale"], of_step["overflowed"], named.pop(step, {})
-        ids = dict(zip(samples["step"].to_pylist(), lists(samples["ids"]), strict=True))
-        if len(ids) != samples.num_rows:
-            raise RunError(f"step {step}: expected ids of samples once for each step, got {samples['step']}")
-        try:
-            drifts = drifts_from_json(json.loads(of_step["drifts"] or "[]"))
-        except (ValueError, TypeError) as error:
-            raise RunError(f"step {step}: expected drifts as JSON, got {error}") from None
-        frame = replace(
-            self._frame(row, step, totals),
-            scalars=own,
-            earlier_scalars=named,
-            sample_ids=ids,
-            grad_scale=scale,
-            overflowed=overflowed,
-            skipped=skipped,
-            ranks=timeline.ranks[row],
-            drifts=drifts,
-        )
-        return Snapshot(frame)
+        skipped = {Site(name, tensor): Skipped(*why) for name, tensor, *why in json.loads(of_step["skipped"] or "[]")}
+        return {
+            "scalars": named.pop(int(self._timeline.step[row]), {}),
+            "earlier_scalars": named,
+            "sample_ids": dict(zip(samples["step"].to_pylist(), lists(samples["ids"]), strict=True)),
+            "grad_scale": of_step["grad_scale"],
+            "overflowed": of_step["overflowed"],
+            "skipped": {site: why for site, why in skipped.items() if self._shown is None or site in self._shown},
+            "ranks": self._timeline.ranks[row],
+            "drifts": drifts_from_json(json.loads(of_step["drifts"] or "[]")),
+        }
 
-    def _frame(self, row: int, step: int, totals: pa.Table) -> StepFrame:
-        ids, place, calls, channels = (to_numpy(totals[name]) for name in ("site", "place", "calls", "channels"))
+    def _frame(self, row: int, totals: pa.Table, has_channels: bool, has_histograms: bool) -> StepFrame:
+        """With totals alone where the files with channels or histograms cannot be read."""
+        ids, calls = to_numpy(totals["site"]), to_numpy(totals["calls"])
         order, fired = to_numpy(totals["order"]), np.flatnonzero(~is_null(totals["order"]))
-        right = (np.diff(place) > 0).all() and len(np.unique(ids)) == len(ids) == len(totals)
-        right = right and (self._sites is not None or len(place) == 0 or place[-1] == len(place) - 1)
-        right = right and (channels > 0).all() and (calls >= 0).all() and len(np.unique(order[fired])) == len(fired)
-        if not right:
-            raise RunError(f"step {step}: expected each site, its place and its place in order once, got others")
-        group_sizes = totals["group_size"].to_pylist()
-        if not all(size is None or size > 0 for size in group_sizes):
-            raise RunError(f"step {step}: expected numbers of channels that belong together, got {group_sizes}")
         wholes, bins, n = wholes_of(totals), self._timeline.bins[row], len(ids)
-        places = {site: (i, int(channels[i])) for i, site in enumerate(ids.tolist())}
-        has_histogram = to_numpy(totals["has_histogram"])
+        channels = to_numpy(totals["channels"]) if has_channels else np.ones(n, np.int32)
+        keeps = to_numpy(totals["keeps_channels"]) & (has_channels | (channels == to_numpy(totals["channels"])))
+        has_histogram = to_numpy(totals["has_histogram"]) & has_histograms
         counters = np.array([int(np.prod(histogram_shape(bins, width))) for width in channels.tolist()], np.int64)
+        places = {site: (i, int(channels[i])) for i, site in enumerate(ids.tolist())}
 
         def read(block: int) -> Counts:
             """The totals; or the states of several channels, or the histograms, as they are asked for."""
@@ -135,10 +116,10 @@ class Snapshots:
         widths = np.where(is_wide, channels, 0)
         begins = [len(FIELDS) * np.arange(n), len(FIELDS) * (np.cumsum(widths) - widths)]
         sites = Sites(
-            [self._names[self._id(step, site)] for site in ids.tolist()],
-            to_numpy(totals["keeps_channels"]),
+            [self._reader.sites[site] for site in ids.tolist()],
+            keeps,
             totals["channel_dim"].to_pylist(),
-            group_sizes,
+            totals["group_size"].to_pylist(),
             bins,
             np.stack(
                 [
@@ -157,50 +138,40 @@ class Snapshots:
             calls.astype(np.int64),
             fired[np.argsort(order[fired])],
             to_numpy(totals["scale"]),
-            step,
+            int(self._timeline.step[row]),
             known_wholes=wholes,
         )
 
-    def _id(self, step: int, site: int) -> int:
-        if not 0 <= site < len(self._names):
-            raise RunError(f"step {step}: expected sites 0 to {len(self._names) - 1}, got {site}")
-        return site
-
     def _states(self, row: int, places: dict[int, tuple[int, int]]) -> dict[int, Array]:
         """Of a step, those of more than one channel, by place. places: of a site's id, its place and its channels."""
-        step, found = int(self._timeline.step[row]), dict[int, Array]()
         [rows] = self.table("channels", ["site", *STATE.values()], [row])
         fields_of = [lists(rows[name]) for name in STATE.values()]
-        for number, site in enumerate(rows["site"].to_pylist()):
-            place, channels = places.get(site, (-1, 0))
-            fields = [each[number] for each in fields_of]
-            if place in found or channels < 2 or {len(values) for values in fields} != {channels}:
-                raise RunError(f"step {step}: site {site}: expected the state of {channels} channels, got another")
-            found[place] = np.stack(fields)
-        _complete(step, "states", {place for place, channels in places.values() if channels > 1}, set(found))
+        found = {
+            places[site][0]: np.stack([each[number] for each in fields_of])
+            for number, site in enumerate(rows["site"].to_pylist())
+        }
+        self._complete(row, "states", {place for place, channels in places.values() if channels > 1}, set(found))
         return found
 
     def _histograms(
         self, row: int, places: dict[int, tuple[int, int]], has_histogram: NDArray[np.bool_]
     ) -> dict[int, Counts]:
         """The same of histograms. has_histogram: of each place."""
-        step, found = int(self._timeline.step[row]), dict[int, Counts]()
-        if not has_histogram.any():
-            return found
-        [rows] = self.table("histograms", ["site", "counts"], [row])
-        for site, counts in zip(rows["site"].to_pylist(), lists(rows["counts"]), strict=True):
-            place, channels = places.get(site, (-1, 0))
-            shape = histogram_shape(self._timeline.bins[row], channels)
-            if place in found or counts.size != int(np.prod(shape)) or counts.min(initial=0) < 0:
-                raise RunError(f"step {step}: site {site}: expected counts of shape {shape}, got {counts.size}")
-            found[place] = counts.reshape(shape)
-        _complete(step, "histograms", set(np.flatnonzero(has_histogram).tolist()), set(found))
+        found = dict[int, Counts]()
+        if has_histogram.any():
+            [rows] = self.table("histograms", ["site", "counts"], [row])
+            for site, counts in zip(rows["site"].to_pylist(), lists(rows["counts"]), strict=True):
+                place, channels = places[site]
+                found[place] = counts.reshape(histogram_shape(self._timeline.bins[row], channels))
+        self._complete(row, "histograms", set(np.flatnonzero(has_histogram).tolist()), set(found))
         return found
 
-
-def _complete(step: int, what: str, expected: set[int], got: set[int]) -> None:
-    if expected != got:
-        raise RunError(f"step {step}: expected {what} of {len(expected)} sites, got them of {len(got)}")
+    def _complete(self, row: int, what: str, expected: set[int], got: set[int]) -> None:
+        if expected != got:
+            raise LeftOut(
+                f"step {self._timeline.step[row]}: expected {what} of {len(expected)} sites, but a file with them "
+                f"cannot be read, and there are those of {len(got)}; read the step again for what is whole"
+            )
 
 
 def lists(column: pa.ChunkedArray) -> list[Any]:

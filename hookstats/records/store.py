@@ -1,34 +1,37 @@
-"""The store of one rank: steps into Parquet parts, which count as soon as the manifest names them.
+"""The store of one rank: steps into Parquet files, which count as soon as those of `steps` have their name.
 
-What is on disk is whole at every moment: a part is written under a temporary name, synced and renamed, and the manifest
-that names it also says how far the ring was consumed. Whatever else lies there is of a writer that died, and goes.
+What is on disk is whole at every moment: a file is written under a temporary name, synced and renamed, that of `steps`
+after all others. What lies there of a writer that died goes, and what cannot be read is set aside.
 """
 
 from __future__ import annotations
 
-import re
+import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import pyarrow as pa
 
-from hookstats.numbers.fields import Counts
+from hookstats.numbers.fields import Counts, Site
 from hookstats.numbers.frame import StepFrame
 from hookstats.numbers.given import Given
-from hookstats.records import encoding, files, manifest, merging
-from hookstats.records.errors import RunError
-from hookstats.records.manifest import Attempt, Manifest, Part
-from hookstats.records.parts import OpenPart
-from hookstats.records.schema import FLUSH, ROW_GROUP, SCHEMAS
+from hookstats.records import encoding, files
+from hookstats.records.arrays import to_arrow, to_numpy
+from hookstats.records.attempts import Attempt, end_attempt, is_training, read_attempt
+from hookstats.records.errors import Damaged, RunError
+from hookstats.records.parts import Name, OpenPart, list_parts, read_footer
+from hookstats.records.reading import Chosen, Reader, read_sites
+from hookstats.records.schema import FLUSH, ROW_GROUP, SCHEMAS, names_of, written
 
+FAN_IN = 4  # files that become one
+LARGE = 16 << 20  # bytes: such a file is not made larger, so that one step is not spread over the whole run
+_SMALL = ("steps", "scalars", "samples")
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_OURS = re.compile(r"[0-9]{8,18}\.parquet(\.tmp)?")
-_SMALL = ("steps", "scalars", "samples", "events")
 
 
 def _all_or_broken(method: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -37,109 +40,162 @@ def _all_or_broken(method: Callable[_P, _T]) -> Callable[_P, _T]:
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         store: Any = args[0]
         if store._broken:
-            raise RuntimeError(f"{store.directory}: closed, or an earlier call failed; expected a new Store")
+            raise RuntimeError(f"{store.folder}: closed, or an earlier call failed; expected a new Store")
         try:
             return method(*args, **kwargs)
         except BaseException:
-            store._broken = True
-            store._abandon()
+            store.close()
             raise
 
     checked.__doc__, checked.__name__ = method.__doc__, method.__name__
     return checked
 
 
+class Progress(NamedTuple):
+    """How far an attempt is on the disk. consumed: a position in its ring; records: measured steps."""
+
+    consumed: int = 0
+    records: int = 0
+    turn: int = 1
+    last: int | None = None  # the last step of this turn, measured or not
+
+
 class Store:
     """Opens or makes the directory of a rank. One process at a time may have it open: who writes holds a lock.
 
-    OSError from any method: nothing of the open part has come to count, and this object is done for; a new Store on the
-    same directory begins with what was committed, which `consumed` says. RunError, or SchemaError for another version,
-    where the directory holds anything else than a run.
+    OSError from any method: nothing of the open commit has come to count, and this object is done for; a new Store on
+    the same directory begins with what was committed, which `consumed` says. SchemaError for another version's run.
+    ``set_aside``: what could not be read, with the reason.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.set_aside: list[Damaged] = []
         self._broken = False
         self._attempt: Attempt | None = None
+        self._progress = Progress()
         self._open: dict[str, OpenPart] = {}
         for table in SCHEMAS:
-            (directory / table).mkdir(parents=True, exist_ok=True)
-            if (directory / table).is_symlink():
-                raise RunError(f"{directory / table}: expected a folder, got a link to one")
-        try:
-            self._manifest = manifest.read(directory)
-        except FileNotFoundError:
-            left = [path for table in SCHEMAS for path in (directory / table).glob("*.parquet")]
-            if left:  # what no manifest names is removed: without one, that would be the whole run
-                raise RunError(f"{directory / 'manifest.json'}: expected it beside {left[0]}, got no file") from None
-            self._manifest = Manifest()
-            self._manifest.write(directory)
-        self._sites = list(self._manifest.sites)  # with those of the open part
-        self._id_of = {site: i for i, site in enumerate(self._sites)}
-        self._remove_leftovers()
+            (folder / table).mkdir(parents=True, exist_ok=True)
+            if (folder / table).is_symlink():
+                raise RunError(f"{folder / table}: expected a folder, got a link to one")
         self._forget()
+        self._set_damaged_aside()
+        self._sites = read_sites(folder)  # with those of the open commit
+        self._written_sites = len(self._sites) if (folder / "sites.json").exists() else 0
+        self._id_of = {site: i for i, site in enumerate(self._sites)}
 
-    def _remove_leftovers(self) -> None:
-        for table, parts in self._manifest.parts.items():
-            named = {part.file for part in parts}
-            for path in (self.directory / table).iterdir():
-                if path.name not in named and _OURS.fullmatch(path.name):
-                    path.unlink()
+    def _set_damaged_aside(self) -> None:
+        for table, names in list_parts(self.folder).counting.items():
+            for name in names:
+                self._try_part(table, name)
+        for path in [self.folder / "sites.json", *self.folder.glob("a*.json")]:
+            try:
+                files.read_json(path)
+            except FileNotFoundError:
+                continue
+            except Damaged as error:
+                number = path.stem[1:]
+                is_alive = number.isdigit() and is_training(self.folder, int(number), None)
+                if path.stat().st_size and not is_alive:  # an empty one is of a process that has just begun
+                    self.put_aside(error)
+
+    def _try_part(self, table: str, name: Name) -> Progress | None:
+        """What a file says of its attempt. None: it cannot be read, and is set aside."""
+        path = self.folder / table / str(name)
+        try:
+            footer = read_footer(path)
+        except Damaged as error:
+            self.put_aside(error)
+            return None
+        return Progress(footer.consumed, footer.records, name.turn, name.last)
+
+    def put_aside(self, error: Damaged) -> None:
+        self.set_aside.append(error)
+        files.set_aside(error.path)
+
+    def check_rows(self) -> None:
+        """Read all of it, and set aside what cannot be read."""
+        reader = Reader(self.folder) if list_parts(self.folder).begun else None
+        for table, names in reader.listed.counting.items() if reader is not None else ():
+            for name in names:
+                try:
+                    for _ in reader.row_groups(table, name, SCHEMAS[table].names):
+                        pass
+                except Damaged as error:
+                    self.put_aside(error)
 
     def _forget(self) -> None:
-        """The open part is empty."""
+        """The open commit is empty."""
         self._totals: list[dict[str, Any]] = []  # of steps
         self._rows: dict[str, list[dict[str, Any]]] = {table: [] for table in _SMALL}
         self._held = 0  # bytes of totals that are not written
-        self._added = 0  # records
+        self._added = 0  # measured steps
+        self._numbers: list[int] = []  # of all steps, the first and the last
         self._open = {}
-        self._closed: dict[str, list[Part]] = {table: [] for table in SCHEMAS}
-        self.size = 0  # bytes of the open part, before compression
+        self.size = 0  # bytes, before compression
 
-    def _abandon(self) -> None:
+    def close(self) -> None:
+        """What was not committed is forgotten."""
         for part in self._open.values():
             part.abandon()
         self._forget()
+        self._broken = True
 
     @_all_or_broken
     def begin(self, attempt: int, settings: dict[str, Any]) -> None:
-        """A new attempt, of a higher number than all before, or one that has not ended, after its writer has died.
+        """An attempt of a higher number than all before, or one that has not ended, after its writer has died.
 
-        settings: what JSON holds; kept in the manifest. ValueError for an attempt that has ended, or an older number.
+        settings: of one that no process has described. ValueError for an attempt that has ended, or an older number.
         """
-        known = self._manifest.find(attempt)
-        if known is not None and known.ended is not None:
-            raise ValueError(f"expected an attempt that has not ended; attempt {attempt} is {known.ended}")
-        if known is None:
-            latest = max((each.attempt for each in self._manifest.attempts), default=-1)
-            if attempt <= latest:
-                raise ValueError(f"expected an attempt after {latest}, got {attempt}")
+        listed = list_parts(self.folder)
+        latest = max(listed.begun, default=attempt)
+        try:
+            known = read_attempt(self.folder, attempt)
+        except (FileNotFoundError, Damaged):
+            if attempt < latest:
+                raise ValueError(f"expected an attempt after {latest}, got {attempt}") from None
             known = Attempt(attempt, settings, time.time())
-            self._write(replace(self._manifest, attempts=[*self._manifest.attempts, known]))
+            known.write(self.folder)
+        if known.ended is not None:
+            raise ValueError(f"expected an attempt that has not ended; attempt {attempt} is {known.ended}")
+        for table, names in listed.others.items():
+            for name in names:
+                (self.folder / table / str(name)).unlink(missing_ok=True)
+        for path in self.folder.glob(f"*/*{files.TEMPORARY}"):
+            if path.parent.name in SCHEMAS and path.name.startswith(("open.", "merged.")):
+                path.unlink()
+        self._progress = self._progress_of(attempt)
         self._attempt = known
+
+    def _progress_of(self, attempt: int) -> Progress:
+        """As its last commit says, in whatever table that can be read."""
+        found = [Progress()]
+        for table, names in list_parts(self.folder).counting.items():
+            for name in [each for each in names if each.attempt == attempt][-1:]:
+                found += [told for told in [self._try_part(table, name)] if told is not None]
+        reached = [
+            (turn, last) for (number, turn), last in list_parts(self.folder).reached.items() if number == attempt
+        ]
+        turn, last = max(reached, default=(1, None))
+        return Progress(max(each.consumed for each in found), max(each.records for each in found), turn, last)
 
     def consumed(self, attempt: int) -> int:
         """The position in the attempt's ring up to which everything is committed; 0 for an attempt not begun."""
-        known = self._manifest.find(attempt)
-        return 0 if known is None else known.consumed
-
-    def ended(self, attempt: int) -> bool:
-        """Whether an attempt has ended."""
-        known = self._manifest.find(attempt)
-        return known is not None and known.ended is not None
+        return self._progress_of(attempt).consumed
 
     @_all_or_broken
     def add(self, frame: StepFrame) -> None:
         """A step, which counts with the next `commit`. What is kept of it is copied."""
         attempt = self._begun()
-        new = dict.fromkeys(site for site in [*frame.sites, *frame.skipped] if site not in self._id_of)
-        for site in new:
+        for site in dict.fromkeys(site for site in [*frame.sites, *frame.skipped] if site not in self._id_of):
             self._id_of[site] = len(self._sites)
             self._sites.append(site)
         ids: Counts = np.array([self._id_of[site] for site in frame.sites], np.int64)
-        record = attempt.records + self._added
+        record = self._progress.records + self._added
         key = encoding.Key(frame.step, round(frame.time * 1e6), attempt.attempt, record)
-        self._totals.append(encoding.totals_of(frame, key, ids))
+        if len(ids):
+            self._totals.append(encoding.totals_of(frame, key, ids))
         size = len(ids) * 8 * len(SCHEMAS["totals"])
         self._held += size
         self.size += size
@@ -148,11 +204,9 @@ class Store:
                 self._part(table).write(rows)
                 self.size += size
         self._rows["steps"].append(encoding.step_row(frame, key, len(ids)))
-        for number, scalars in frame.earlier_scalars.items():
-            self._rows["scalars"] += encoding.scalar_rows(scalars, key._replace(step=number), measured=False)
+        self._add_given(Given(frame.earlier_scalars, frame.sample_ids), key)
         self._rows["scalars"] += encoding.scalar_rows(frame.scalars, key, measured=True)
-        self._rows["samples"] += encoding.sample_rows(frame.sample_ids, key)
-        self._rows["events"] += encoding.event_rows(frame, key, self._id_of)
+        self._reach([frame.step])
         self._added += 1
         if self._held >= FLUSH:
             self._flush_totals()
@@ -164,23 +218,29 @@ class Store:
 
         time: when it came, in seconds since the epoch.
         """
-        key = encoding.Key(0, round(time * 1e6), self._begun().attempt, -1)
-        for number, each in given.scalars.items():
-            self._rows["scalars"] += encoding.scalar_rows(each, key._replace(step=number), measured=False)
-        self._rows["samples"] += encoding.sample_rows(given.sample_ids, key)
+        self._add_given(given, encoding.Key(0, round(time * 1e6), self._begun().attempt, -1))
         self._flush_many_rows()
+
+    def _add_given(self, given: Given, key: encoding.Key) -> None:
+        for number, scalars in given.scalars.items():
+            self._rows["scalars"] += encoding.scalar_rows(scalars, key._replace(step=number), measured=False)
+        self._rows["samples"] += encoding.sample_rows(given.sample_ids, key)
+        self._reach([*given.scalars, *given.sample_ids])
+
+    def _reach(self, numbers: list[int]) -> None:
+        both = [*self._numbers, *numbers]
+        self._numbers = [min(both), max(both)] if both else []
 
     def _flush_many_rows(self) -> None:
         ids = sum(len(row["ids"]) for row in self._rows["samples"])
-        if len(self._rows["scalars"]) + len(self._rows["events"]) > ROW_GROUP or ids * 8 > FLUSH:
+        if len(self._rows["scalars"]) > ROW_GROUP or ids * 8 > FLUSH:
             self._flush_rows()
 
     def _flush_totals(self) -> None:
-        """A file of its own: each file of totals is sorted by site and step."""
+        """Each row group of totals is sorted by site and step; `merge` sorts several."""
         steps, self._totals, self._held = self._totals, [], 0
-        if any(len(each["site"]) for each in steps):
+        if steps:
             self._part("totals").write(encoding.totals_table(steps, self._sites))
-            self._close("totals")
 
     def _flush_rows(self) -> None:
         for table, rows in self._rows.items():
@@ -190,18 +250,8 @@ class Store:
 
     def _part(self, table: str) -> OpenPart:
         if table not in self._open:
-            self._open[table] = OpenPart(self.directory / table, table, self._next_file())
+            self._open[table] = OpenPart(self.folder / table, table)
         return self._open[table]
-
-    def _next_file(self) -> int:
-        number = self._manifest.next_file
-        self._manifest.next_file += 1
-        return number
-
-    def _close(self, table: str) -> None:
-        part = self._open[table].close(level=0)
-        del self._open[table]
-        self._closed[table].append(part)
 
     def _begun(self) -> Attempt:
         if self._attempt is None:
@@ -211,83 +261,110 @@ class Store:
     @_all_or_broken
     def commit(self, consumed: int) -> None:
         """All that was added counts, and the ring is consumed up to here; or, with an OSError, neither."""
-        self._commit(replace(self._begun(), consumed=consumed))
+        attempt, before = self._begun(), self._progress
+        self._flush_totals()
+        self._flush_rows()
+        if not self._numbers:
+            return
+        first, last = self._numbers
+        turn = before.turn + (before.last is not None and first <= before.last)
+        after = Progress(consumed, before.records + self._added, turn, last)
+        self._part("steps")  # also where there is none: it says that the others count
+        if len(self._sites) > self._written_sites:
+            files.write_json(self.folder / "sites.json", {"sites": [list(site) for site in self._sites]})
+            self._written_sites = len(self._sites)
+        for part in self._open.values():
+            part.close(after.consumed, after.records)
+        for table in sorted(self._open, key=lambda table: table == "steps"):
+            self._open[table].rename(Name(attempt.attempt, turn, first, last))
+            files.sync_directory(self.folder / table)
+        self._progress = after
+        self._forget()
+        pa.default_memory_pool().release_unused()
 
     @_all_or_broken
-    def finish(
-        self, attempt: int, how: str = "closed", dropped: int = 0, told: Mapping[str, Any] | None = None
-    ) -> None:
-        """Commits, and the attempt has ended: "closed" or "died"; dropped: steps for which the ring had no room.
+    def finish(self, attempt: int, how: str = "closed", dropped: int = 0, told: dict[str, Any] | None = None) -> None:
+        """The attempt has ended, as `Attempt.ended` says it. dropped: steps for which the ring had no room.
 
         told: what else is to stand in its settings.
         """
         if attempt != self._begun().attempt:
             raise ValueError(f"expected the attempt that was begun, {self._begun().attempt}; got {attempt}")
-        begun = self._begun()
-        self._commit(replace(begun, ended=how, dropped=dropped, settings={**begun.settings, **(told or {})}))
+        self.commit(self._progress.consumed)
+        end_attempt(self.folder, self._begun(), how, dropped, told or {})
         self._attempt = None
-
-    def _commit(self, attempt: Attempt) -> None:
-        if self._totals:
-            self._flush_totals()
-        self._flush_rows()
-        for table in list(self._open):
-            self._close(table)
-        for table, closed in self._closed.items():
-            for part in closed:
-                files.rename(self.directory / table / (part.file + files.TEMPORARY))
-            if closed:
-                files.sync_directory(self.directory / table)
-        attempt = replace(attempt, records=attempt.records + self._added)
-        attempts = [attempt if each.attempt == attempt.attempt else each for each in self._manifest.attempts]
-        parts = {table: [*self._manifest.parts[table], *closed] for table, closed in self._closed.items()}
-        self._write(replace(self._manifest, attempts=attempts, parts=parts, sites=list(self._sites)))
-        self._attempt = attempt
-        self._forget()
-        pa.default_memory_pool().release_unused()
-
-    def _write(self, new: Manifest) -> None:
-        if len(new.sites) > len(self._manifest.sites):
-            new.write_sites(self.directory)
-        new.write(self.directory)
-        self._manifest = new
 
     @_all_or_broken
     def merge(self, between: Callable[[], object] = lambda: None) -> bool:
-        """Several parts of a level into one of the next, where there are enough; True: something was merged.
+        """Make one file of several of a table, where there are enough; True: some were merged.
 
         between: called now and then, for what must not wait so long; it may add and commit.
-        The old ones go when the manifest no longer names them; a reader that has lost a part reads the manifest again.
+        The old ones go when the new one has its name, and do not count from then on.
         """
-        for table, parts in self._manifest.parts.items():
-            chosen = merging.choose(parts)
+        for table, names in list_parts(self.folder).counting.items():
+            chosen = self._choose(table, names)
             if chosen:
-                self._merge(table, parts[chosen], between)
+                self._merge(table, chosen, between)
                 return True
         return False
 
-    def _merge(self, table: str, old: list[Part], between: Callable[[], object]) -> None:
-        folder = self.directory / table
-        merged = OpenPart(folder, table, self._next_file())
+    def _choose(self, table: str, names: list[Name]) -> list[Name]:
+        """Neighbours of about one size: each row is then merged only a few times, however long the run is."""
+        sizes = []
+        for name in names:
+            with suppress(FileNotFoundError):
+                sizes.append(os.stat(self.folder / table / str(name)).st_size)
+        for begin in range(len(sizes) - FAN_IN + 1):
+            chosen, size = names[begin : begin + FAN_IN], sizes[begin : begin + FAN_IN]
+            if len({name[:2] for name in chosen}) == 1 and max(size) < LARGE and 2 * max(size) <= sum(size):
+                return chosen
+        return []
+
+    def _merge(self, table: str, names: list[Name], between: Callable[[], object]) -> None:
+        told = [each for name in names if (each := self._try_part(table, name)) is not None]
+        if len(told) < len(names):
+            return
+        merged = OpenPart(self.folder / table, table, "merged")
         try:
-            for rows in merging.merged(table, [folder / part.file for part in old], self._manifest.sites):
+            for rows in self._merged_rows(table, names):
                 merged.write(rows)
                 between()
-            part = merged.close(level=old[0].level + 1)
+            merged.close(max(each.consumed for each in told), max(each.records for each in told))
+        except Damaged as error:
+            merged.abandon()
+            return self.put_aside(error)
         except BaseException:
             merged.abandon()
             raise
-        files.rename(folder / (part.file + files.TEMPORARY))
-        files.sync_directory(folder)
-        parts = list(self._manifest.parts[table])
-        begin = parts.index(old[0])
-        parts[begin : begin + len(old)] = [part]
-        self._write(replace(self._manifest, parts={**self._manifest.parts, table: parts}))
-        for each in old:
-            (folder / each.file).unlink()
+        merged.rename(names[0]._replace(last=names[-1].last))
+        files.sync_directory(self.folder / table)
+        for name in names:
+            (self.folder / table / str(name)).unlink()
         pa.default_memory_pool().release_unused()
 
-    def close(self) -> None:
-        """What was not committed is forgotten."""
-        self._abandon()
-        self._broken = True
+    def _merged_rows(self, table: str, names: list[Name]) -> Iterator[pa.Table]:
+        """Totals sorted by site and step, some sites at a time; the others one file after another."""
+        reader = Reader(self.folder)
+        columns = [
+            name for name in SCHEMAS[table].names if "site" not in SCHEMAS[table].names or name not in Site._fields
+        ]
+        if table != "totals":
+            for name in names:
+                for rows in reader.row_groups(table, name, columns):
+                    yield self._named(table, rows)
+            return
+        rows_of_site = sum(int(reader.footer(table, name).bounds["rows"].sum()) for name in names) / len(self._sites)
+        several = max(1, int(ROW_GROUP / rows_of_site))
+        for first in range(0, len(self._sites), several):
+            chosen = Chosen(sites=np.arange(first, min(first + several, len(self._sites))))
+            rows = pa.concat_tables([reader.part(table, name, columns, chosen) for name in names])
+            if len(rows):
+                sorting = np.lexsort([to_numpy(rows[key]) for key in ("record", "step", "site")])
+                yield self._named(table, rows.take(to_arrow(sorting, pa.int64())))
+
+    def _named(self, table: str, rows: pa.Table) -> pa.Table:
+        schema = written(table)
+        columns = {name: rows[name] for name in rows.column_names}
+        if "site" in columns:
+            columns |= names_of(self._sites, to_numpy(rows["site"]))
+        return pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)

@@ -18,6 +18,7 @@ from hookstats.numbers.ranks import StepRanks, drifts_from_json, drifts_to_json
 from hookstats.records.ring import RingError
 
 SITES, STEP, OVERHEAD, GIVEN = 1, 2, 3, 4  # kinds of records
+EARLY = 5  # as GIVEN, but the next measured step has it, too: it is written only where none comes
 
 
 @contextmanager

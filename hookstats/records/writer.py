@@ -1,8 +1,7 @@
 """The process that writes: from the ring to Parquet, findings and file sinks. It imports no torch.
 
-Run as ``python -m hookstats.records.writer FOLDER ATTEMPT WAKE JUDGES`` by the training process, which it outlives
-until the ring is empty. Whatever ends it, the next one goes on: a part counts, and its room in the ring is free, from
-the moment the manifest names it.
+It is started by the training process, which it outlives until the ring is empty. Whatever ends it, the next one goes
+on: a step counts, and its room in the ring is free, from the moment the file with its row of `steps` has its name.
 """
 
 from __future__ import annotations
@@ -20,98 +19,79 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hookstats._warn import warn
 from hookstats.numbers.frame import Sites, StepFrame
 from hookstats.numbers.given import Given
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.records import wire
-from hookstats.records.errors import RunError
-from hookstats.records.files import NO_LINK, write_whole
-from hookstats.records.places import (
-    RING,
-    described,
-    descriptions,
-    is_of_this_machine,
-    is_training,
-    is_watched,
-    no_run,
-    ring_of,
-)
-from hookstats.records.ring import CLOSED, Ring, RingError
-from hookstats.records.run import Run
+from hookstats.records.attempts import Attempt, is_training, open_attempts, path_of, read_attempt
+from hookstats.records.endings import end_of_the_dead
+from hookstats.records.errors import Damaged
+from hookstats.records.files import DAMAGED, NO_LINK, write_whole
+from hookstats.records.places import RING, no_run, ring_of
+from hookstats.records.ring import Ring, RingError
 from hookstats.records.store import Store
 from hookstats.rules import Finding, Function, Judge, Rule, is_ours, rule_from_json
 from hookstats.sinks import from_spec
 
 PART_BYTES = 64 << 20
 PART_SECONDS = 10.0
-WATCHED_SECONDS = 2.0  # the same while somebody looks
 _LOCK_SECONDS = 120.0
 KNOWN_SITES = 8
 _MOST_WAITING = 10_000  # steps, what was given with which waits for a measured one, with which the rules see them
-_FIRST, _LAST = 10, 200  # recorded steps from which the rules' windows are made again
-_REMEMBERED = "rules.json"  # what the rules remember of the attempts that have ended, beside what these have recorded
+_REMEMBERED = "rules.json"  # what the rules remember
 
 
-class Attempt:
+class Intake:
     """One training process's ring, and where what is in it goes."""
 
-    def __init__(self, store: Store, folder: Path, path: Path, judges: Mapping[str, Any] | None = None) -> None:
-        """path: of what the training process left to be known.
-
-        judges: ``rules`` and ``sinks`` as the training process said; None: it is dead, and what stands in a file is
+    def __init__(self, store: Store, folder: Path, attempt: Attempt, judges: Mapping[str, Any] | None = None) -> None:
+        """judges: ``rules`` and ``sinks`` as the training process said; None: it is dead, and what stands in a file is
         not trusted to name code that is run, or other files that are written: only our own rules judge.
+
         ValueError, OSError where there is nothing to do.
         """
-        told = described(path)
-        is_left = judges is None
         if judges is None:
-            judges = {"rules": [rule for rule in told.rules if is_ours(rule)], "sinks": []}
-        self._description = path
+            judges = {"rules": [rule for rule in attempt.rules if is_ours(rule)], "sinks": []}
+        if attempt.host and not attempt.is_of_this_machine:
+            path = path_of(folder, attempt.attempt)
+            raise ValueError(f"{path}: expected a ring of this machine, got one of {attempt.host}: recover it there")
         self._folder = folder
-        self.number = told.attempt
-        self.pid = told.pid
-        self._told_of = told
-        if not is_of_this_machine(told):
-            raise ValueError(f"{path}: expected a ring of this machine, got one of {told.host}: recover it there")
-        self.ring_path = ring_of(folder, self.number, told.ring)
+        self.attempt = attempt
+        self.ring_path = ring_of(folder, attempt.attempt, attempt.ring)
         if not self.ring_path.exists() and self.is_training():
             raise RuntimeError(
-                f"{folder}: expected that training has ended, but process {self.pid} will record into it"
+                f"{folder}: expected that training has ended, but process {attempt.pid} will record into it"
             )
         self.ring = Ring(self.ring_path)
         self._store = store
-        self._sites_path = folder / f"{RING}{self.number:04d}.sites"
-        self.is_finished = store.ended(self.number)
-        if self.is_finished:
-            return
-        store.begin(self.number, told.settings)
-        self._sites = KnownSites(self._sites_path)
-        self._position = max(self.ring.tail, store.consumed(self.number))
+        store.begin(attempt.attempt, attempt.settings)
+        self._sites = KnownSites(_sites_path(self.ring_path))
+        self._position = self._safe = max(self.ring.tail, store.consumed(attempt.attempt))
         self.ring.tail = self._position
         self._sinks = [from_spec(spec) for spec in judges["sinks"]]
-        self._rank = told.settings["rank"]
-        try:
-            rules = [rule_from_json(rule) for rule in judges["rules"]]
-        except ValueError as error:
-            raise RunError(f"{path}: {error}") if is_left else error from None
-        self._judge = _judge_after(folder, rules, self._rank, self.number)
+        self._rank = int(attempt.settings.get("rank", 0))
+        self._judge = _judge_after(
+            folder, [rule_from_json(rule) for rule in judges["rules"]], self._rank, attempt.attempt
+        )
         self._findings = Findings(folder / "findings.jsonl")
         self._judged = self.ring.judged  # what was found in these is told already
         self.ring.findings = self._findings.size
         self._waiting = Given({}, {})  # what the rules have not seen
-        self._last: int | None = None  # the last step that was judged
+        self._early = Given({}, {})  # what comes again with the next measured step, if there is one
+        self._written_early: set[int] = set()  # steps of which that could not wait
         self._told: dict[str, Any] = {}  # at the end, for the settings
         self._since: float | None = None  # when the first step came that is not committed
 
     def is_training(self) -> bool:
         """Whether the process that fills the ring is alive."""
-        return is_training(self._description, self._told_of)
+        return is_training(self._folder, self.attempt.attempt, self.attempt)
 
     def serve(self) -> bool:
         """What cannot wait. False: there was nothing to read."""
         came = self.read()
-        waited = 0.0 if self._since is None else time.monotonic() - self._since
-        if waited > PART_SECONDS or (waited > WATCHED_SECONDS and is_watched(self._folder)):
+        is_late = self._since is not None and time.monotonic() - self._since > PART_SECONDS
+        if is_late or self.ring.tail < min(self.ring.wanted, self._position):
             self.commit()
         return came
 
@@ -120,7 +100,9 @@ class Attempt:
         came = False
         for record in self.ring.read(self._position):
             came = True
-            if record.kind == wire.SITES:
+            if record.kind == wire.EARLY:
+                self._early.add(wire.given_from(record.payload)[0], _MOST_WAITING)
+            elif record.kind == wire.SITES:
                 self._sites.add(record.payload.tobytes())
             elif record.kind == wire.OVERHEAD:
                 self._told["overhead"] = wire.overhead_from(record.payload.tobytes())
@@ -129,6 +111,8 @@ class Attempt:
             else:
                 self._take(record.number, wire.step_from(record.payload, self._sites.known))
             self._position = record.end
+            if not any(self._early):
+                self._safe = record.end
             self.ring.judged = max(self.ring.judged, record.number + 1)
             if self._store.size >= PART_BYTES or self._position - self.ring.tail > self.ring.capacity // 3:
                 self.commit()
@@ -138,8 +122,12 @@ class Attempt:
         """A step that an earlier writer had taken, but not committed, is not told once more."""
         if self._since is None:
             self._since = time.monotonic()
-        found = [replace(each, rank=self._rank, attempt=self.number) for each in self._judged_now(frame)]
-        self._last = frame.step
+        self._early = Given({}, {})
+        if self._written_early:
+            earlier = frame.earlier_scalars.items()
+            frame.earlier_scalars = {step: named for step, named in earlier if step not in self._written_early}
+            self._written_early = set()
+        found = [replace(each, rank=self._rank, attempt=self.attempt.attempt) for each in self._judged_now(frame)]
         if number >= self.ring.fed:
             self.ring.fed = number + 1
             found += self._feed(frame, found)
@@ -159,8 +147,11 @@ class Attempt:
             frame.earlier_scalars, frame.sample_ids = own
 
     def _take_given(self, given: Given, when: float) -> None:
+        """That of steps which no measured one brings."""
         if self._since is None:
             self._since = time.monotonic()
+        for step in given.scalars.keys() & self._early.scalars.keys():
+            del self._early.scalars[step]
         self._store.add_given(given, when)
         self._waiting.add(given, _MOST_WAITING)
 
@@ -176,36 +167,46 @@ class Attempt:
             except Exception as error:
                 self._sinks.remove(sink)
                 sentence = f"the sink {sink!r} failed and gets nothing more: {error!r}"
-                failed.append(Finding("sink", frame.step, None, 1.0, 0.0, "warning", sentence, self._rank, self.number))
+                finding = Finding("sink", frame.step, None, 1.0, 0.0, "warning", sentence, self._rank)
+                failed.append(replace(finding, attempt=self.attempt.attempt))
         return failed
 
     def commit(self) -> None:
-        """From here on what was taken is the record's, and its room the ring's."""
-        if self._position == self.ring.tail:
-            return
-        self._sites.keep()
-        self._store.commit(self._position)
-        self.ring.tail = self._position
+        """From here on what was taken is the record's, and its room the ring's; what comes again stays in the ring."""
+        if self._position - self._safe > self.ring.capacity // 4:
+            self._write_early()
+        if self._safe > self.ring.tail:
+            self._sites.keep()
+            self._store.commit(self._safe)
+            self.ring.tail = self._safe
+            self._remember()
         self._since = None
 
-    def finish(self, how: str | None = None) -> None:
+    def _write_early(self) -> None:
+        """It does not wait any longer for a step that brings it."""
+        if any(self._early):
+            self._store.add_given(self._early, time.time())
+            self._written_early |= self._early.scalars.keys()
+            self._waiting.add(self._early, _MOST_WAITING)
+            self._early = Given({}, {})
+        self._safe = self._position
+
+    def _remember(self) -> None:
+        """Keep what the rules remember: whoever goes on begins with it."""
+        with suppress(OSError, TypeError):  # a full disk, or what is no memory
+            write_whole(self._folder / _REMEMBERED, json.dumps(self._judge.state()).encode())
+
+    def finish(self, is_torn: bool = False) -> None:
         """Nothing more comes: the ring is empty and is taken away."""
+        self._write_early()
         self.commit()
         for sink in self._sinks:
             with suppress(Exception):
                 sink.close()
-        ended = how or ("closed" if self.ring.closed == CLOSED else "died")
-        self._store.finish(self.number, ended, self.ring.dropped, self._told)
-        if self._last is not None:
-            with suppress(OSError, TypeError):  # a full disk, or what is no memory
-                kept = {"step": self._last, "state": self._judge.state()}
-                write_whole(self._folder / _REMEMBERED, json.dumps(kept).encode())
-        self.tidy()
-
-    def tidy(self) -> None:
-        """Takes the ring away."""
-        for path in (self._sites_path, self.ring_path, self._description):
-            path.unlink(missing_ok=True)
+        ended = self.ring.ending if self.ring.closed else end_of_the_dead(self.attempt.noted)
+        torn = "; the end of its ring was torn, and is lost" if is_torn else ""
+        self._store.finish(self.attempt.attempt, ended + torn, self.ring.dropped, self._told)
+        tidy(self.ring_path)
 
 
 class KnownSites:
@@ -216,7 +217,7 @@ class KnownSites:
         self.known: dict[int, Sites] = {}
         self._texts: dict[int, str] = {}
         self._is_kept = True
-        if path.exists():
+        with suppress(FileNotFoundError):
             for text in path.read_bytes().splitlines():
                 self.add(text)
 
@@ -277,21 +278,13 @@ def locked(folder: Path, seconds: float) -> Iterator[None]:
 
 
 def _judge_after(folder: Path, rules: Sequence[Rule | Function], rank: int, attempt: int) -> Judge:
-    """One that goes on where that of the attempt before ended; where this is not known, from what was recorded."""
+    """One that goes on with what the rules remembered when something was last committed, if that can be read."""
     judge = Judge(rules, rank, attempt)
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        kept = json.loads((folder / _REMEMBERED).read_bytes())
-        if Run(folder, None, None, None).steps[-1:] == [kept["step"]] and judge.restore(kept["state"]):
-            return judge
-        judge = Judge(rules, rank, attempt)
-    judge.rebuild(_past(folder))
-    return judge
-
-
-def _past(folder: Path) -> Run:
-    """The first steps that were recorded, from which some rules learn what is usual, and the last."""
-    steps = Run(folder, None, None, None).steps
-    return Run(folder, None, steps[:_FIRST] + steps[_FIRST:][-_LAST:], None)
+    try:
+        judge.restore(json.loads((folder / _REMEMBERED).read_bytes()))
+        return judge
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return Judge(rules, rank, attempt)
 
 
 def drain_left(store: Store, folder: Path, before: int | None = None) -> list[int]:
@@ -299,42 +292,80 @@ def drain_left(store: Store, folder: Path, before: int | None = None) -> list[in
 
     RuntimeError where the training process of one is alive; ValueError where its ring is on another machine.
     """
+    for path in folder.glob(f"{RING}*"):
+        number = int(path.name.removeprefix(RING)) if path.name.removeprefix(RING).isdigit() else -1
+        if number < 0 or (before is not None and number >= before):
+            continue
+        try:
+            attempt = read_attempt(folder, number)
+        except (FileNotFoundError, Damaged):  # its file was set aside: no other one says of the ring
+            rank = folder.name.partition("=")[2]
+            Attempt(number, {"rank": int(rank) if rank.isdigit() else 0}).write(folder)
+        else:
+            if attempt.ended is not None:  # whoever ended it died before it was tidy
+                tidy(path)
     done = []
-    for number, path in descriptions(folder).items():
-        if before is not None and number >= before:
-            break
-        try:
-            attempt = Attempt(store, folder, path)
-        except FileNotFoundError:
-            path.unlink(missing_ok=True)  # it died before its first step
-            continue
-        except RunError:
-            if (path.exists() and path.stat().st_size) or path.with_suffix("").exists():
-                raise
-            path.unlink(missing_ok=True)  # it died before it had described itself
-            continue
-        if attempt.is_finished:  # whoever finished it died before it was tidy
-            attempt.tidy()
-            continue
-        if attempt.is_training():
-            raise RuntimeError(f"{folder}: expected that training has ended, but process {attempt.pid} records into it")
-        try:
-            while attempt.read():
-                pass
-            attempt.finish()
-        except RingError as error:  # after a power failure: what lies behind cannot be found
-            print(f"{attempt.ring_path}: {error}", file=sys.stderr)
-            shutil.copyfile(attempt.ring_path, folder / f"torn.{number:04d}")
-            attempt.finish("torn")
-        done.append(number)
+    for number in open_attempts(folder):
+        if before is None or number < before:
+            done += [number] if _drain_left(store, folder, number) else []
     return done
+
+
+def tidy(ring: Path) -> None:
+    """Takes a ring away."""
+    for path in (_sites_path(ring), ring):
+        path.unlink(missing_ok=True)
+
+
+def _sites_path(ring: Path) -> Path:
+    return ring.with_name(ring.name + ".sites")
+
+
+def _drain_left(store: Store, folder: Path, number: int) -> bool:
+    try:
+        attempt = read_attempt(folder, number)
+    except Damaged as error:  # an empty file: it died before it had described itself
+        error.path.unlink(missing_ok=True)
+        return False
+    try:
+        intake = Intake(store, folder, attempt)
+    except FileNotFoundError:
+        if store.consumed(number):  # it died when its ring was written, and taken away
+            store.begin(number, {})
+            store.finish(number, end_of_the_dead(attempt.noted))
+        else:  # before its first step
+            path_of(folder, number).unlink(missing_ok=True)
+            end_of_the_dead(attempt.noted)
+        return False
+    except RingError as error:
+        _keep_ring(folder, ring_of(folder, number, attempt.ring), error)
+        store.begin(number, {})
+        store.finish(number, f"{end_of_the_dead(attempt.noted)}; its ring cannot be read")
+        return True
+    if intake.is_training():
+        raise RuntimeError(f"{folder}: expected that training has ended, but process {attempt.pid} records into it")
+    try:
+        while intake.read():
+            pass
+        intake.finish()
+    except RingError as error:  # after a power failure: what lies after it cannot be found
+        _keep_ring(folder, intake.ring_path, error)
+        intake.finish(is_torn=True)
+    return True
+
+
+def _keep_ring(folder: Path, path: Path, error: RingError) -> None:
+    print(f"{path}: {error}", file=sys.stderr)
+    shutil.copyfile(path, folder / f"{path.name}{DAMAGED}")
+    path.unlink()
 
 
 def recover(path: str | os.PathLike[str]) -> dict[str, list[int]]:
     """Writes what is left of a run whose training and writer both died: what had been copied into its rings.
 
-    To be called where the run was recorded, when training has ended. Returns, for each rank's folder, the attempts that
-    something was left of. RuntimeError where training still runs, TimeoutError where another process writes.
+    To be called where the run was recorded, when training has ended. Files that cannot be read are set aside under the
+    name ``*.damaged``, and a warning says so. Returns, for each rank's folder, the attempts that something was left of.
+    RuntimeError where training still runs, TimeoutError where another process writes.
     """
     folders = sorted(folder for folder in Path(path).glob("rank=*") if folder.is_dir())
     if not folders:
@@ -343,29 +374,26 @@ def recover(path: str | os.PathLike[str]) -> dict[str, list[int]]:
     for folder in folders:
         with locked(folder, 2.0):
             store = Store(folder)
+            store.check_rows()
             found[folder.name] = drain_left(store, folder)
             store.close()
+            for error in store.set_aside:
+                warn(f"{error}; it is set aside as {error.path.name}{DAMAGED}")
     return found
 
 
 def run(folder: Path, number: int, wake: int, judges: Mapping[str, Any]) -> None:
     """Until the training process has ended, and its ring is empty."""
-    path = descriptions(folder)[number]
-    ring = Ring(Path(described(path).ring))
+    ring = Ring(Path(read_attempt(folder, number).ring))
     try:
         with locked(folder, _LOCK_SECONDS):
+            attempt = read_attempt(folder, number)
+            _drain_others(folder, number)
             store = Store(folder)
-            try:
-                drain_left(store, folder, number)
-            except ValueError as error:  # of another machine, where it can be recovered
-                print(error, file=sys.stderr)
-                store.close()
-                store = Store(folder)
-            attempt = Attempt(store, folder, path, judges)
-            if attempt.is_finished:
-                attempt.tidy()
+            if attempt.ended is None:
+                _follow(Intake(store, folder, attempt, judges), store, wake)
             else:
-                _follow(attempt, store, wake)
+                tidy(ring.path)
             while store.merge():
                 pass
             store.close()
@@ -374,27 +402,35 @@ def run(folder: Path, number: int, wake: int, judges: Mapping[str, Any]) -> None
         raise
 
 
-def _follow(attempt: Attempt, store: Store, wake: int) -> None:
+def _drain_others(folder: Path, number: int) -> None:
+    """What earlier attempts left is taken up before. Whatever is wrong with it stops nothing that is new."""
+    store = Store(folder)
+    try:
+        drain_left(store, folder, number)
+    except (ValueError, RuntimeError, KeyError, TypeError) as error:  # of another machine, where it can be recovered
+        print(error, file=sys.stderr)
+    finally:
+        for damaged in store.set_aside:
+            print(f"{damaged}; it is set aside", file=sys.stderr)
+        store.close()
+
+
+def _follow(intake: Intake, store: Store, wake: int) -> None:
     poll = select.poll()
     poll.register(wake, select.POLLIN)
     with suppress(OSError, AttributeError):  # a kernel without it: the parent is looked at each second
-        poll.register(os.pidfd_open(attempt.pid), select.POLLIN)
+        poll.register(os.pidfd_open(intake.attempt.pid), select.POLLIN)
     while True:
-        is_over = bool(attempt.ring.closed) or os.getppid() != attempt.pid  # before what it had written is read
-        came = attempt.serve()
+        is_over = bool(intake.ring.closed) or os.getppid() != intake.attempt.pid  # before what it had written is read
+        came = intake.serve()
         if is_over and not came:
-            return attempt.finish()
-        if not store.merge(attempt.serve) and not came:
+            return intake.finish()
+        if not store.merge(intake.serve) and not came:
             poll.poll(1000)
             with suppress(BlockingIOError):
                 os.eventfd_read(wake)
 
 
-def main() -> None:
+def main(folder: str, number: str, wake: str, judges: str) -> None:
     os.nice(19)
-    folder, number, wake, judges = sys.argv[1:]
     run(Path(folder), int(number), int(wake), json.loads(judges))
-
-
-if __name__ == "__main__":
-    main()

@@ -18,6 +18,24 @@ _LARGEST_STRIDE = 1024
 _ROUND = (2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 
+# A file beside the script, or in the directory where it was started, may have the name of a module of Python's own,
+# such as random.py: nothing is imported before the path is clean.
+_CODE = """
+import sys
+_, path, *arguments = sys.argv
+sys.path[:] = path.splitlines()
+from hookstats.records.writer import main
+main(*arguments)
+"""
+
+
+def _import_path() -> list[str]:
+    """Where this process finds its modules, Python's own first."""
+    own = os.path.dirname(os.__file__)
+    found = map(os.path.abspath, sys.path)
+    return sorted(found, key=lambda path: not (path.startswith(own) and "-packages" not in path))
+
+
 class WriterProcess:
     """A process of `hookstats.records.writer`, which outlives the one that trains until the ring is empty.
 
@@ -66,14 +84,13 @@ class WriterProcess:
     def _start(self, ring: Ring) -> None:
         self._judged_at_start = ring.judged
         environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "OMP_NUM_THREADS": "1",
             "ARROW_DEFAULT_MEMORY_POOL": "system",  # and large pieces go back to the system when they are freed
             "MALLOC_MMAP_THRESHOLD_": "262144",
         }
         with open(self._folder / "writer.log", "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "hookstats.records.writer", self._folder, *self._arguments],
+                [sys.executable, "-c", _CODE, "\n".join(_import_path()), self._folder, *self._arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=log,

@@ -3,6 +3,7 @@ is imported where a run is read."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,12 @@ import numpy as np
 from hookstats.numbers.fields import Array, Counts, Site, Skipped
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.records.errors import NO_STEP, RunError
-from hookstats.records.grid import Grid
+from hookstats.records.grid import planes
 from hookstats.records.reading import Chosen
 from hookstats.records.run import Run, load
 from hookstats.records.snapshots import Snapshots
 from hookstats.report.record import Recorded, by_name, ordered, together
 
-_EVENTS = ("site", "reason", "times")
 _LOOKED_AT = 3  # steps, from the last: their order of execution is that of the page
 
 
@@ -47,11 +47,11 @@ class _Loaded:
 
     def __init__(self, run: Run) -> None:
         self._run, self._reader, self._timeline = run, run._reader, run._timeline
-        self._known = self._reader.manifest.sites
+        self._known = self._reader.sites
         orders = (run[step].order for step in run.steps[::-1][:_LOOKED_AT])
         self._sites = ordered([*orders, self._known])
         row = {site: i for i, site in enumerate(self._sites)}
-        self._grid = Grid(self._reader, self._timeline, np.array([row[site] for site in self._known], np.int64))
+        self._row = np.array([row[site] for site in self._known], np.int64)
 
     def recorded(self) -> Recorded:
         steps = self._timeline.step
@@ -59,7 +59,7 @@ class _Loaded:
             _name(self._run),
             self._sites,
             steps,
-            lambda name: self._grid.read([name], 0, len(steps))[name],
+            lambda name: planes(self._reader, self._timeline, self._row, [name], 0, len(steps))[name],
             self._snapshots,
             self._detailed(),
             self._timeline.time / 1e6,
@@ -72,7 +72,7 @@ class _Loaded:
     def _table(self, table: str, columns: Sequence[str]) -> tuple[Any, Counts]:
         """Its rows, and the place in steps of each; -1 for those that do not count."""
         found = self._reader.table(table, ["attempt", "record", *columns], Chosen())
-        return found, self._timeline.rows_of(found, self._reader.manifest)
+        return found, self._timeline.rows_of(found)
 
     def _snapshots(self, steps: Sequence[int], sites: Sequence[Site]) -> Iterator[Snapshot]:
         """One step after another: all their channels together may be more than the memory."""
@@ -92,19 +92,18 @@ class _Loaded:
         return by_name(zip(*(table[name].to_pylist() for name in ("step", "name", "value")), strict=True))
 
     def _skipped(self) -> list[tuple[Site, Skipped, int]]:
-        table, rows = self._table("events", _EVENTS)
-        lines = zip(rows.tolist(), *(table[name].to_pylist() for name in _EVENTS), strict=True)
         return together(
-            (self._known[site], Skipped(reason, times), int(self._timeline.step[row]))
-            for row, site, reason, times in lines
-            if row >= 0
+            (Site(name, tensor), Skipped(*why), step)
+            for step, text in zip(self._timeline.step.tolist(), self._timeline.columns["skipped"], strict=True)
+            if text is not None
+            for name, tensor, *why in json.loads(text)
         )
 
     def _settings(self) -> dict[str, Any]:
-        attempts = self._reader.manifest.attempts
+        attempts = self._run.attempts
         return {
-            **attempts[-1].settings,
+            **attempts[-1]["settings"],
             "attempts": len(attempts),
-            "ended": attempts[-1].ended or "it has not ended, or was cut off",
-            "dropped": sum(each.dropped for each in attempts),
+            "ended": attempts[-1]["ended"] or "it has not ended, or was cut off",
+            "dropped": sum(each["dropped"] for each in attempts),
         }

@@ -14,18 +14,12 @@ import numpy as np
 
 from hookstats.numbers.fields import Array, Site
 from hookstats.numbers.snapshot import Snapshot
-from hookstats.records.errors import NO_STEP, RunError
-from hookstats.records.manifest import Manifest, read
-from hookstats.records.places import (
-    described,
-    descriptions,
-    is_of_this_machine,
-    is_training,
-    no_run,
-    rank_folder,
-    runs_below,
-)
-from hookstats.records.run import load
+from hookstats.records.attempts import attempts_in, is_training, open_attempts, path_of, read_attempt
+from hookstats.records.endings import is_death
+from hookstats.records.errors import NO_STEP, Damaged, RunError
+from hookstats.records.parts import list_parts
+from hookstats.records.places import no_run, rank_folder, ring_of, runs_below
+from hookstats.records.run import Run, load
 from hookstats.rules import SEVERITIES, Finding
 
 _NEW = 30.0  # seconds
@@ -61,7 +55,7 @@ class Followed:
             raise ValueError(no_run(self.path))
         self._rank = rank
         self._at = 0  # bytes of findings.jsonl that were read
-        self.manifest: Manifest | None = None
+        self.run: Run | None = None  # as it was at the last look
         self.findings: list[Finding] = []
         self.steps: deque[tuple[int, dict[str, float]]] = deque(maxlen=WINDOW)  # those that were measured
         self.earlier: deque[dict[int, dict[str, float]]] = deque(maxlen=WINDOW)  # scalars of those before each
@@ -71,11 +65,9 @@ class Followed:
         """What is new: steps, at most those of a window, and findings."""
         found = self._new_findings()
         self.findings += found
-        try:
-            self.manifest = read(self.folder)
-        except FileNotFoundError:
+        if not list_parts(self.folder).begun:
             return [], found
-        run = load(self.path, ranks=self._rank)
+        self.run = run = load(self.path, ranks=self._rank)
         seen = self.steps[-1][0] if self.steps else -1
         if run.steps and run.steps[-1] < seen:  # an attempt that was resumed from an earlier step
             self.steps.clear()
@@ -83,7 +75,10 @@ class Followed:
             self._rms.clear()
             seen = -1
         numbers = [step for step in run.steps[-WINDOW:] if step > seen]
-        snapshots = [run[step] for step in numbers]
+        snapshots = []
+        for step in numbers:
+            with suppress(RunError):  # a file with its rows cannot be read
+                snapshots.append(run[step])
         for snapshot in snapshots:
             self.steps.append((snapshot.step, snapshot.scalars))
             self.earlier.append(snapshot.earlier_scalars)
@@ -108,66 +103,56 @@ class Followed:
                 continue
         return found
 
-    def counting(self) -> list[Finding]:
-        """Those findings that count: without what a resumed attempt has replaced."""
-        with suppress(FileNotFoundError, RunError):
-            return load(self.path, ranks=self._rank).findings
-        return self.findings
-
     def state(self) -> State:
-        open_now = descriptions(self.folder)
+        open_now = open_attempts(self.folder)
         if open_now:
-            return self._of_open(open_now[max(open_now)])
+            return self._of_open(open_now[-1])
         if not self.folder.is_dir():
             others = ", ".join(sorted(each.name for each in self.path.glob("rank=*")))
             there = f"{self.path} has only {others}" if others else f"there is no run in {self.path} yet"
             return State("waiting", f"waiting for {self.folder.name}: {there}")
-        if (
-            self.manifest is None
-            and any(self.folder.glob("*/*.parquet"))
-            and not (self.folder / "manifest.json").exists()
-        ):
-            raise RunError(f"{self.folder / 'manifest.json'}: expected it beside the parts of a run, got no file")
-        if self.manifest is None:
-            with suppress(FileNotFoundError):
-                self.manifest = read(self.folder)
-        if self.manifest is None and _is_new(self.folder):
+        attempts = attempts_in(self.folder)
+        if not attempts and _is_new(self.folder):
             return State("waiting", "nothing is recorded yet")
-        if self.manifest is None or not self.manifest.attempts:
+        if not attempts:
             return State("ended", f"{self.folder}: {NO_STEP}; no process records into it")
-        last = self.manifest.attempts[-1]
-        if last.ended is None:  # it has ended since the last look
-            with suppress(FileNotFoundError):
-                self.manifest = read(self.folder, self.manifest)
-                last = self.manifest.attempts[-1]
-        if last.ended == "died":
-            return State("died", "training died; all that it had measured is in the record")
+        last = attempts[-1]
+        ended = str(last.ended)
+        if is_death(ended):
+            return State("died", f"training {ended}; all that it had measured is in the record")
+        how = f", {ended.removeprefix('ended: ').removeprefix('closed: ')}" if ":" in ended else ""
         dropped = f"; {last.dropped} steps found no room and are missing" if last.dropped else ""
-        return State("ended", f"the run has ended{dropped}")
+        return State("ended", f"the run has ended{how}{dropped}")
 
-    def _of_open(self, path: Path) -> State:
+    def _of_open(self, number: int) -> State:
+        path = path_of(self.folder, number)
+        left = f"hookstats recover {self.path}"
         try:
-            told = described(path)
+            attempt = read_attempt(self.folder, number)
         except FileNotFoundError:
             return State("waiting", "nothing is recorded yet")
-        except RunError:
-            if is_training(path, None) or self._is_written() or _is_new(path):
+        except Damaged:
+            if is_training(self.folder, number, None) or self._is_written() or _is_new(path):
                 return State("recording", f"a process records it, but {path.name} cannot be read")
-            raise
-        pid, is_here, runs = told.pid, is_of_this_machine(told), is_training(path, told)
-        if not is_here:
-            host = told.host
-            return State("recording", f"process {pid} on {host} records it, or did: that cannot be seen from here")
+            return State(
+                "died", f"{path.name} cannot be read, and no process records it; what it left is written by: {left}"
+            )
+        if attempt.ended is not None:  # it has ended meanwhile
+            return self.state()
+        pid, runs = attempt.pid, is_training(self.folder, number, attempt)
         if runs:
             return State("recording", f"process {pid} records it")
+        if attempt.host and not attempt.is_of_this_machine:
+            return State(
+                "recording", f"process {pid} on {attempt.host} records it, or did: that cannot be seen from here"
+            )
         if self._is_written():
             return State("recording", f"the training process {pid} has ended; what it left is being written")
-        if not path.exists():  # the writer has finished meanwhile
+        if number not in open_attempts(self.folder):  # the writer has finished meanwhile
             return self.state()
-        if not (path.with_suffix("").exists() or Path(told.ring).exists()):
+        if not ring_of(self.folder, number, attempt.ring).exists() and number not in list_parts(self.folder).begun:
             never = "monitor.step() was never called, or it died before its first step was kept"
             return State("died", f"the training process {pid} has ended, and nothing of it is recorded: {never}")
-        left = f"hookstats recover {self.path}"
         return State("died", f"the training process {pid} died; what its last steps left is written by: {left}")
 
     def _is_written(self) -> bool:

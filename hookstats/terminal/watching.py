@@ -35,7 +35,7 @@ def watch(followed: Followed, output: TextIO, wait: Callable[[float], None] = ti
             for line in [*summary(followed), state.sentence]:
                 print(plain(line), file=output, flush=True)
             return int(state.kind == "died")
-        if followed.manifest is None and state.sentence != told:
+        if followed.run is None and state.sentence != told:
             told = state.sentence
             print(plain(told), file=output, flush=True)
         wait(_SECONDS)
@@ -61,7 +61,10 @@ def summary(followed: Followed) -> list[str]:
     if not followed.steps:
         return []
     step, scalars = followed.steps[-1]
-    return head(followed.counting(), (step, scalars["loss"]) if "loss" in scalars else None)
+    return head(
+        followed.run.findings if followed.run is not None else followed.findings,
+        (step, scalars["loss"]) if "loss" in scalars else None,
+    )
 
 
 def _screen(followed: Followed, wait: Callable[[float], None]) -> int:
@@ -125,12 +128,13 @@ def picture(followed: Followed, state: State, height: int, width: int) -> Group:
 
 
 def _about(followed: Followed) -> str:
-    if followed.manifest is None or not followed.manifest.attempts or not followed.steps:
+    if followed.run is None or not followed.steps:
         return "waiting for the first steps; they are written every 10 seconds"
-    last = followed.manifest.attempts[-1]
-    records = sum(attempt.records for attempt in followed.manifest.attempts)
-    model = last.settings.get("model", "a model")
-    again = f", attempt {last.attempt}" if last.attempt > 1 else ""
-    missing = f", {last.dropped} dropped" if last.dropped else ""
-    sites = len(followed.manifest.sites)
+    attempts = followed.run.attempts
+    last = attempts[-1]
+    records = sum(attempt["records"] for attempt in attempts)
+    model = last["settings"].get("model", "a model")
+    again = f", attempt {last['attempt']}" if last["attempt"] > 1 else ""
+    missing = f", {last['dropped']} dropped" if last["dropped"] else ""
+    sites = len(followed.run.sites)
     return f"{model}: step {followed.steps[-1][0]}, {records} steps recorded{missing}, {sites} sites{again}"

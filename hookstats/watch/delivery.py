@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hookstats.numbers.fields import Site, Skipped
 from hookstats.numbers.frame import Mask, StepFrame
+from hookstats.numbers.given import Given
 from hookstats.numbers.kinds import is_of_kind, is_of_module, kind_of
 from hookstats.numbers.ranks import StepRanks
 from hookstats.numbers.snapshot import Snapshot
@@ -54,6 +55,8 @@ class Delivery:
         self._own = [sink for sink in recorders if sink.every_rank and joined is not None]
         self._of_all = [sink for sink in recorders if sink not in self._own] if is_first else []
         self.recorders = [*self._own, *self._of_all]
+        for recorder in self.recorders:
+            recorder.at_exit(self.send_left)
         self._trained = trained
         self._kept = Kept()  # scalars that were not sent
         self._pending: deque[tuple[PendingScalars, LeftOut]] = deque()  # on their way
@@ -89,6 +92,9 @@ class Delivery:
             self._binder.warn_once("scalars", f"scalars of step {step} could not be copied: {error!r}")
         if self._kept.is_full:
             self.send_scalars()
+        elif scalars.names and not scalars.tensors:  # they are here already, should the process be killed
+            given = Given({step: self._kept.rows[-1].named}, {})
+            self._present([(each, each.take_early, given) for each in self.recorders])
 
     def send_scalars(self) -> None:
         """Those that are kept, without a measured step: to the recorders alone."""
@@ -101,6 +107,11 @@ class Delivery:
             if self._store.strict:
                 raise
             self._binder.warn_once("scalars", f"scalars of {len(kept.rows)} steps could not be copied: {error!r}")
+
+    def send_left(self) -> None:
+        """At the end of the process: scalars that no measured step has brought."""
+        self.send_scalars()
+        self.receive(wait=True)
 
     def _taken(self, step: int, scalars: Scalars) -> Kept:
         kept, self._kept = self._kept, Kept()

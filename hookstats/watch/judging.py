@@ -48,14 +48,20 @@ class Recorder(Protocol):
     def take_given(self, given: Given) -> None:
         """Of steps that were not measured, by their number: those behind the last measured one, or very many."""
 
+    def take_early(self, given: Given) -> None:
+        """Scalars of a step that was not measured: the next measured one brings them again, if one comes."""
+
+    def at_exit(self, send: Callable[[], object]) -> None:
+        """send: is to be called first where the process ends without `close`."""
+
     def findings(self) -> Sequence[Any]:
         """Those that came since the last call, each like `hookstats.results.Finding`; called in every step."""
 
     def wait(self, timeout: float) -> None:
         """Until all that was taken is judged; TimeoutError."""
 
-    def close(self, overhead: Mapping[str, float], died: bool) -> None:
-        """At detach. overhead: what `Monitor.overhead` says; died: an error ended training."""
+    def close(self, overhead: Mapping[str, float], error: BaseException | None) -> None:
+        """At detach. overhead: what `Monitor.overhead` says; error: which ended training."""
 
 
 @runtime_checkable
@@ -164,11 +170,11 @@ class Judging:
             "got one whose sinks keep nothing in a directory"
         )
 
-    def close(self, step: int, overhead: Callable[[], Mapping[str, float]], died: bool) -> None:
+    def close(self, step: int, overhead: Callable[[], Mapping[str, float]], error: BaseException | None) -> None:
         """Ends all recordings, and takes what they found at the end."""
         for recorder in self._recorders:
             try:
-                recorder.close(overhead(), died)
+                recorder.close(overhead(), error)
             except Exception as error:
                 self._warn_once(("close", id(recorder)), f"{recorder!r} could not be closed: {error!r}")
         self.look(step)

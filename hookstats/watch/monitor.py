@@ -425,8 +425,8 @@ class Monitor:
         self._stepped = True  # no step has begun, of which something could be kept
         self._take_hooks_off()
 
-    def _take_hooks_off(self, died: bool = False) -> None:
-        """died: an error ended training."""
+    def _take_hooks_off(self, error: BaseException | None = None) -> None:
+        """error: which ended training."""
         for handle in self._handles:
             handle.remove()
         is_whole = bool(self._handles) and not self._stepped
@@ -444,12 +444,14 @@ class Monitor:
             self._delivery.receive(wait=True)
             if is_whole:
                 self._delivery.send_last(self._step, self._scalars({}))
-            if not died:  # this rank's last step may never come, and then waiting for others would only time out
+            if (
+                error is None
+            ):  # else this rank's last step may never come, and then waiting for others would only time out
                 self._delivery.wait_for_ranks(_JOIN_SECONDS)
             self._delivery.close()
             self._store.clear()
         finally:  # a device that has failed is not to keep what came before from being written
-            self._judging.close(self._step, lambda: self.overhead()._asdict(), died)
+            self._judging.close(self._step, lambda: self.overhead()._asdict(), error)
         self._delivery.raise_failure()
         self._judging.act()
 
@@ -459,7 +461,7 @@ class Monitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._take_hooks_off(died=kind is not None)  # what has not been fetched can still be
+        self._take_hooks_off(error)  # what has not been fetched can still be
 
     def __repr__(self) -> str:
         state = f"step {self._step}" if self._handles else "detached"

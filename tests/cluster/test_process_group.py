@@ -104,7 +104,7 @@ def test_the_first_rank_keeps_the_run_of_all_and_every_rank_its_own_where_that_i
     assert run_of_all.steps == [0, 1, 2]
     for step, each in enumerate(merged):
         assert run_of_all[step].equals(Snapshot.from_dict(each))
-    assert run_of_all.manifest["attempts"][0]["settings"]["world_size"] == 2
+    assert run_of_all.attempts[0]["settings"]["world_size"] == 2
     for rank, own in enumerate((first, second)):
         kept = hookstats.load(folder / "each", ranks=rank)
         for step, each in enumerate(own):

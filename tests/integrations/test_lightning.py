@@ -230,7 +230,7 @@ def test_a_run_that_is_resumed_goes_on_with_its_numbers_in_a_new_attempt(digits:
     same(resumed, whole[4:])
     run = hookstats.load(tmp_path / "run")
     assert run.steps == list(range(8))
-    assert [(each["records"], each["ended"]) for each in run.manifest["attempts"]] == [(8, "closed"), (4, "closed")]
+    assert [(each["records"], each["ended"]) for each in run.attempts] == [(8, "closed"), (4, "closed")]
 
 
 class TwoOptimizers(Digits):
@@ -294,7 +294,7 @@ def test_an_error_takes_the_hooks_off_and_the_record_says_died(digits: TensorDat
     with pytest.raises(ZeroDivisionError):
         trainer(tmp_path, callback).fit(module, batches(digits))
     assert not any(each._forward_hooks for each in module.modules())
-    assert [each["ended"] for each in hookstats.load(tmp_path / "run").manifest["attempts"]] == ["died"]
+    assert [each["ended"] for each in hookstats.load(tmp_path / "run").attempts] == ["died"]
 
 
 class FindsAtTheEnd(Recorder):
@@ -317,7 +317,7 @@ def test_fit_is_called_twice(digits: TensorDataset, tmp_path: Path) -> None:
     fitting.fit(module, batches(digits))
     run = hookstats.load(tmp_path / "run")
     assert run.steps == [0, 4, 8, 12, 16, 20]
-    assert [each["ended"] for each in run.manifest["attempts"]] == ["closed", "closed"]
+    assert [each["ended"] for each in run.attempts] == ["closed", "closed"]
     assert callback.monitor is not first
     fitting.fit(module, batches(digits))  # nothing is left to train
     assert not any(each._forward_hooks for each in module.modules())
@@ -332,7 +332,7 @@ def test_a_callback_that_has_trained_can_be_copied_and_the_copy_trains(digits: T
         assert other.monitor is None
         trainer(tmp_path, other).fit(module, batches(digits))
     run = hookstats.load(tmp_path / "run")
-    assert [each["ended"] for each in run.manifest["attempts"]] == ["closed"] * 3
+    assert [each["ended"] for each in run.attempts] == ["closed"] * 3
 
 
 def test_a_record_that_somebody_else_goes_on_with_is_left_alone(digits: TensorDataset, tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def test_a_run_that_is_resumed_goes_on_with_its_numbers_in_a_new_attempt(text: l
     same(resumed, whole[2:])
     run = hookstats.load(tmp_path / "run")
     assert run.steps == [1, 2, 3, 4]
-    assert [(each["records"], each["ended"]) for each in run.manifest["attempts"]] == [(4, "closed"), (2, "closed")]
+    assert [(each["records"], each["ended"]) for each in run.attempts] == [(4, "closed"), (2, "closed")]
 
 
 class Scaled(Ordered):
@@ -213,7 +213,7 @@ def test_training_that_raised_is_left_when_the_same_callback_trains_again(text: 
     train(model, text, tmp_path, callback)
     assert callback.monitor is not first
     assert not any(each._forward_hooks for each in model.modules())
-    attempts = hookstats.load(tmp_path / "run").manifest["attempts"]
+    attempts = hookstats.load(tmp_path / "run").attempts
     assert [(each["records"], each["ended"]) for each in attempts] == [(2, "died"), (4, "closed")]
     assert Accelerator.backward is methods
 
@@ -227,7 +227,7 @@ def test_a_callback_that_has_trained_can_be_copied_and_the_copy_trains(text: lis
     for other in copies:
         assert other.monitor is None
         train(model, text, tmp_path, other)
-    attempts = hookstats.load(tmp_path / "run").manifest["attempts"]
+    attempts = hookstats.load(tmp_path / "run").attempts
     assert [each["ended"] for each in attempts] == ["died", "closed", "closed"]
 
 
@@ -239,7 +239,7 @@ def test_training_that_raised_is_left_when_another_callback_trains_its_model(tex
         train(model, text, tmp_path, first, Fails())
     train(model, text, tmp_path, second)
     assert not any(each._forward_hooks for each in model.modules())
-    attempts = hookstats.load(tmp_path / "run").manifest["attempts"]
+    attempts = hookstats.load(tmp_path / "run").attempts
     assert [(each["records"], each["ended"]) for each in attempts] == [(2, "died"), (4, "closed")]
     assert Accelerator.backward is methods
 

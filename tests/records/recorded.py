@@ -146,7 +146,9 @@ def writers(directory: Path) -> list[int]:
             words = path.read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"hookstats.records.writer" in words and any(word.startswith(os.fsencode(directory)) for word in words):
+        if b"hookstats.records.writer" in b"".join(words[:4]) and any(
+            word.startswith(os.fsencode(directory)) for word in words
+        ):
             found.append(int(path.parent.name))
     return found
 

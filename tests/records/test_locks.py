@@ -15,26 +15,26 @@ import pytest
 
 import hookstats
 from hookstats.numbers.snapshot import Snapshot
-from hookstats.records.places import Description, descriptions, is_training
+from hookstats.records.attempts import Attempt, is_training, open_attempts, path_of
 from hookstats.terminal.following import Followed
 from tests.frames import frame_of
 from tests.records import recorded
 from tests.records.recorded import ROOT
 
 # As another container sees it: a process's number and its machine's name say nothing there.
-ELSEWHERE = Description(1, "", "another", "another", 1 << 22, 0, {}, [])
+ELSEWHERE = Attempt(1, host="another", boot="another", pid=1 << 22, started=0)
 _ASK = """
 import sys
 from pathlib import Path
-from hookstats.records.places import is_training
+from hookstats.records.attempts import is_training
 from tests.records.test_locks import ELSEWHERE
-print(is_training(Path(sys.argv[1]), ELSEWHERE))
+print(is_training(Path(sys.argv[1]), 1, ELSEWHERE))
 """
 
 
-def is_alive(description: Path) -> bool:
+def is_alive(folder: Path) -> bool:
     """As a process of another container is told."""
-    command = [sys.executable, "-c", _ASK, str(description)]
+    command = [sys.executable, "-c", _ASK, str(folder)]
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout == "True\n"
 
 
@@ -42,8 +42,8 @@ def is_alive(description: Path) -> bool:
 def begun(tmp_path: Path) -> Iterator[tuple[hookstats.records.recording.Recording, Path]]:  # type: ignore[name-defined]
     recording = hookstats.record(tmp_path / "run")
     recording.begin({"rank": 0})
-    (path,) = descriptions(tmp_path / "run" / "rank=0").values()
-    yield recording, path
+    (number,) = open_attempts(tmp_path / "run" / "rank=0")
+    yield recording, path_of(tmp_path / "run" / "rank=0", number)
     recording.close()
 
 
@@ -55,15 +55,16 @@ def test_a_recording_is_seen_to_live_when_its_process_reads_its_files(begun: tup
     assert Followed(run).state().kind == "recording"
     path.read_text()
     shutil.copytree(run, run.with_name("copy"))
-    assert is_training(path, ELSEWHERE)
-    assert is_alive(path)
-    assert not is_alive(run.with_name("copy") / "rank=0" / path.name)
+    assert is_training(path.parent, 1, ELSEWHERE)
+    assert is_alive(path.parent)
+    assert not is_alive(run.with_name("copy") / "rank=0")
 
 
 def test_a_recording_that_was_closed_or_killed_is_seen_to_be_dead(begun: tuple[object, Path], tmp_path: Path) -> None:
     recording, path = begun
-    kept = tmp_path / "description"
-    os.link(path, kept)
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    os.link(path, kept / path.name)
     assert is_alive(kept)
     recording.close()  # type: ignore[attr-defined]
     assert not is_alive(kept)
@@ -71,8 +72,9 @@ def test_a_recording_that_was_closed_or_killed_is_seen_to_be_dead(begun: tuple[o
 
 def test_a_forked_worker_neither_holds_nor_drops_the_lock(begun: tuple[object, Path], tmp_path: Path) -> None:
     recording, path = begun
-    kept = tmp_path / "description"
-    os.link(path, kept)
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    os.link(path, kept / path.name)
     worker = os.fork()
     if worker == 0:
         time.sleep(600)

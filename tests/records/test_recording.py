@@ -127,7 +127,7 @@ def test_a_ring_that_is_full_drops_new_steps_and_counts_them(tmp_path: Path, mon
     assert len(run) == 100 - dropped
     assert run.steps[0] == 0
     holds(directory, run.steps)
-    assert run.manifest["attempts"][0]["dropped"] == dropped
+    assert run.attempts[0]["dropped"] == dropped
 
 
 def test_a_writer_that_falls_behind_costs_steps_evenly_and_the_end_does_not_wait_for_it(
@@ -153,7 +153,7 @@ def test_a_writer_that_falls_behind_costs_steps_evenly_and_the_end_does_not_wait
     with pytest.warns(UserWarning, match=r"after 0 s the writer .* has not ended; it goes on"):
         recording.close()
     os.kill(writer.pid, signal.SIGCONT)
-    recorded.wait_for(lambda: not recording._description.exists())
+    recorded.wait_for(lambda: not recording._ring_path.exists())
     run = hookstats.load(directory)
     assert len(run) == 1000 - dropped
     kept = run.steps
@@ -215,7 +215,7 @@ def test_a_training_run_is_kept_and_read_without_torch(tmp_path: Path) -> None:
         train(net, monitor, 12)
     run = hookstats.load(tmp_path / "run")
     assert run.steps == list(range(12))
-    assert run.manifest["attempts"][0]["settings"]["overhead"]["measured_host"] > 0
+    assert run.attempts[0]["settings"]["overhead"]["measured_host"] > 0
     assert all(run[snapshot.step].equals(snapshot) for snapshot in snapshots)
     code = f"import hookstats, sys; print(len(hookstats.load({str(tmp_path / 'run')!r})), 'torch' in sys.modules)"
     assert python(code).split() == ["12", "False"]
@@ -472,7 +472,7 @@ def test_an_error_inside_of_a_monitor_ends_the_attempt_as_died_and_the_same_reco
     train(8, False)
     run = hookstats.load(tmp_path / "run")
     assert run.steps == [7, 8]
-    assert [each["ended"] for each in run.manifest["attempts"]] == ["died", "closed"]
+    assert [each["ended"] for each in run.attempts] == ["died", "closed"]
 
 
 def test_a_recording_that_is_in_use_is_refused_and_goes_on_as_it_was(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hookstats.numbers.fields import Site
-from hookstats.records.places import RING, machine, started_at
+from hookstats.records.attempts import machine, read_attempt, started_at
+from hookstats.records.places import RING
 from hookstats.records.store import Store
 from hookstats.rules import Finding
 from tests.conftest import ROOT
@@ -101,13 +102,10 @@ def serving(directory: Path, *arguments: str) -> Iterator[Served]:
             stream.close()
 
 
-def describe(folder: Path, attempt: int, pid: int) -> Path:
+def describe(folder: Path, attempt: int, pid: int) -> None:
     """As a training process leaves it, by which others know whether it is alive."""
-    told = {"attempt": attempt, "ring": str(folder / f"{RING}{attempt:04d}"), **machine()}
-    told |= {"pid": pid, "started": started_at(pid), "settings": {"rank": 0}, "rules": []}
-    path = folder / f"{RING}{attempt:04d}.json"
-    path.write_text(json.dumps(told))
-    return path
+    about = {"ring": str(folder / f"{RING}{attempt:04d}"), "pid": pid, "started": started_at(pid), **machine()}
+    replace(read_attempt(folder, attempt), **about).write(folder)
 
 
 class Growing:
@@ -124,10 +122,7 @@ class Growing:
         self._store.begin(attempt, {"rank": 0, "model": "GPT", "every": 1})
         self._step = 0
         self.last = -1
-        self._describe(os.getpid())
-
-    def _describe(self, pid: int) -> None:
-        self._description = describe(self.folder, self.attempt, pid)
+        describe(self.folder, self.attempt, os.getpid())
 
     def add(self, steps: range, size: float = 1.0, loss: float | None = None) -> None:
         """size: of all values; loss: of each step, instead of one that falls."""
@@ -150,11 +145,10 @@ class Growing:
     def end(self, how: str = "closed") -> None:
         self._store.finish(self.attempt, how)
         self._store.close()
-        self._description.unlink()
 
     def die(self) -> None:
         """Of its process nothing is left but what it had committed."""
         ended = subprocess.Popen(["true"])
         ended.wait()
-        self._describe(ended.pid)
+        describe(self.folder, self.attempt, ended.pid)
         self._store.close()

@@ -31,7 +31,7 @@ def test_a_copy_of_a_recording_that_is_open_can_begin_in_its_turn(copied: Callab
         monitor.step(2)
     run = hookstats.load(tmp_path / "run")
     assert run.steps == [0, 1, 2]
-    assert [each["ended"] for each in run.manifest["attempts"]] == ["closed", "closed"]
+    assert [each["ended"] for each in run.attempts] == ["closed", "closed"]
 
 
 @copies

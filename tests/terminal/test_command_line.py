@@ -157,7 +157,7 @@ def test_watch_prints_a_line_a_step_into_a_pipe_and_ends_with_the_run(runs: Path
             "hookstats compare: dtype: expected one of float64",
         ),
         (["report", "RUNS/a", "RUNS/none"], "hookstats report: .*none: expected the directory of a run"),
-        (["watch", "RUNS/a/rank=0/manifest.json"], "hookstats watch: .*json: expected the directory of a run, got a"),
+        (["watch", "RUNS/a/rank=0/sites.json"], "hookstats watch: .*json: expected the directory of a run, got a"),
         (["recover", "RUNS/none"], "hookstats recover: .*none: expected the directory of a run"),
     ],
 )
@@ -186,14 +186,14 @@ def test_a_directory_of_runs_is_told_with_the_runs_below_it(
     )
 
 
-def test_a_torn_run_is_an_error_of_one_line(runs: Path, tmp_path: Path) -> None:
+def test_a_directory_without_anything_that_can_be_read_is_told_in_one_line(tmp_path: Path) -> None:
     folder = tmp_path / "torn" / "rank=0"
     folder.mkdir(parents=True)
-    (folder / "manifest.json").write_text("{")
-    for name in ("show", "watch"):
-        done = command(name, str(tmp_path / "torn"))
-        assert done.returncode == 2
-        assert len(done.stderr.splitlines()) == 1, done.stderr
+    (folder / "a0001.json").write_text("{")
+    done = command("show", str(tmp_path / "torn"))
+    assert done.returncode == 2
+    assert "expected a recorded step" in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
 
 
 def test_a_usage_error_is_status_2_and_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from hookstats.numbers.fields import Site
-from hookstats.records.manifest import read
+from hookstats.records.attempts import next_attempt
 from hookstats.records.store import Store
 from hookstats.rules import Finding
 from hookstats.terminal import following
@@ -62,7 +62,7 @@ def written(path: Path, steps: range) -> Path:
     folder = path / "rank=0"
     folder.mkdir(parents=True, exist_ok=True)
     store = Store(folder)
-    attempt = 1 + len(read(folder).attempts) if (folder / "manifest.json").exists() else 1
+    attempt = next_attempt(folder)
     store.begin(attempt, {"model": "made of numbers"})
     for step in steps:
         store.add(measured(step))
@@ -80,7 +80,10 @@ def test_a_run_that_is_recorded_says_by_whom_and_ends_when_it_ends(
     running.kill()
     running.wait()
     wait_for(lambda: followed.look() and followed.state().kind == "died")
-    assert followed.state().sentence == "training died; all that it had measured is in the record"
+    assert followed.state().sentence == (
+        "training died: without a word (SIGKILL, out of memory, a crash in native code, or os._exit); "
+        "all that it had measured is in the record"
+    )
     followed.look()
     assert [step for step, _ in followed.steps] == list(range(6))
 
@@ -102,7 +105,7 @@ def test_a_run_whose_writer_was_killed_too_says_what_writes_the_rest(
     assert watch(Followed(path), output) == 1
     told = output.getvalue().splitlines()
     assert [line.split()[1] for line in told if line.startswith("step ") and "," not in line] == list("012345")
-    assert told[-1] == "training died; all that it had measured is in the record"
+    assert told[-1].startswith("training died: without a word")
 
 
 @pytest.mark.parametrize("moment", ["between two looks", "in a look"])
@@ -114,22 +117,21 @@ def test_a_run_whose_writer_finishes_meanwhile_ends_as_it_did(
     store.begin(1, {"model": "made of numbers"})
     store.add(measured(0))
     store.commit(1)
-    description = describe(folder, 1, os.getpid())
+    describe(folder, 1, os.getpid())
     followed = Followed(tmp_path / "run")
     followed.look()
     assert followed.state().kind == "recording"
 
     def finish(*_: object) -> bool:
-        store.finish(1, "died")
+        store.finish(1, "died: of a test")
         store.close()
-        description.unlink()
         return False
 
     if moment == "in a look":
         monkeypatch.setattr(following, "is_training", finish)
     else:
         finish()
-    assert followed.state() == State("died", "training died; all that it had measured is in the record")
+    assert followed.state() == State("died", "training died: of a test; all that it had measured is in the record")
 
 
 def test_new_steps_and_findings_come_once(tmp_path: Path) -> None:

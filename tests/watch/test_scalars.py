@@ -12,11 +12,10 @@ from torch import nn
 
 import hookstats
 from hookstats import Snapshot
-from hookstats.records import writer
 from hookstats.records.store import Store
 from hookstats.report import loading, planes
 from hookstats.report.record import Recorded
-from hookstats.rules import Finding, Judge
+from hookstats.rules import Judge
 from hookstats.rules.step import Step
 from hookstats.terminal.following import Followed
 from tests.rules.test_judging import Recorder, model
@@ -179,18 +178,6 @@ def test_an_attempt_that_was_resumed_replaces_scalars_of_the_one_before_as_it_do
     run = hookstats.load(tmp_path)
     assert losses(run) == {step: loss_of(step) if step < 25 else -float(step) for step in range(43)}
     assert 30 not in run.steps
-
-
-def test_rules_see_them_while_they_judge_and_when_their_windows_are_made_again(tmp_path: Path) -> None:
-    recorded(tmp_path, range(30), every=10)
-    seen: list[int] = []
-
-    def rule(step: Step) -> list[Finding]:
-        seen.extend([*step.earlier_scalars, step.number])
-        return []
-
-    Judge([rule]).rebuild(writer._past(tmp_path / "rank=0"))
-    assert seen == list(range(21))
 
 
 def test_scalars_that_no_measured_step_took_along_are_judged_with_the_next_one(tmp_path: Path) -> None:

@@ -1,0 +1,314 @@
+"""Files that are torn, altered or gone: what is whole is read, the rest is said and set aside, and recording goes on.
+
+HOOKSTATS_FUZZ=2000 HOOKSTATS_SEED=1 pytest -s -k altered tests/records/test_damage.py prints how often all was read.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+import hookstats
+from hookstats import Site
+from hookstats.__main__ import main
+from hookstats.records import wire
+from hookstats.records.attempts import Attempt, machine
+from hookstats.records.errors import RunError
+from hookstats.records.parts import Name
+from hookstats.records.ring import Ring
+from hookstats.records.store import Store
+from hookstats.records.writer import recover
+from hookstats.rules import Finding, defaults, rule_to_json
+from hookstats.terminal.following import Followed
+from hookstats.terminal.watching import watch
+from tests.records import recorded
+
+TRIES = int(os.environ.get("HOOKSTATS_FUZZ", "40"))
+STEPS, IN_RING = 8, 3
+FINDINGS = [
+    Finding("loss-spike", 2, None, 3.0, float("inf"), "warning", "the loss jumped"),
+    Finding("nonfinite", 3, Site("a", "output"), 1.0, 0.0, "critical", "a value is NaN"),
+]
+
+pytestmark = pytest.mark.filterwarnings("ignore:hookstats")
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight steps in two files of each table, three in a ring, and nobody who writes."""
+    run = tmp_path_factory.mktemp("left") / "run"
+    folder = run / "rank=0"
+    folder.mkdir(parents=True)
+    ring = Ring.create(folder / "ring.0001", 1 << 18)
+    rules = [rule_to_json(rule) for rule in defaults()]
+    about = {"ring": str(ring.path), "pid": 1 << 22, "started": 1, "rules": rules, **machine()}
+    Attempt(1, {"rank": 0}, 1.7e9, **about).write(folder)
+    store = Store(folder)
+    store.begin(1, {"rank": 0})
+    for step in range(STEPS):
+        store.add(recorded.measured(step))
+        if step % 4 == 3:
+            store.commit(0)
+    store.close()
+    known = []
+    for step in range(STEPS, STEPS + IN_RING):
+        frame = recorded.measured(step)
+        if frame.sites not in known:
+            assert ring.write(wire.SITES, wire.of_sites(len(known), frame.sites))
+            known.append(frame.sites)
+        assert ring.write(wire.STEP, wire.of_step(frame, known.index(frame.sites)))
+    (folder / "findings.jsonl").write_text("".join(json.dumps(each.to_json()) + "\n" for each in FINDINGS))
+    (folder / "rules.json").write_text("{}")
+    (folder / "lock").touch()
+    return run
+
+
+@pytest.fixture
+def run(left: Path, tmp_path: Path) -> Path:
+    shutil.copytree(left, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def altered(content: bytes, draw: np.random.Generator) -> bytes:
+    """With bytes flipped, cut off, zeroed, or replaced by others of it."""
+    kind, changed = draw.integers(5), bytearray(content)
+    at = int(draw.integers(len(content)))
+    if kind == 0:
+        changed[at] ^= 1 << int(draw.integers(8))
+    elif kind == 1:
+        for place in draw.integers(0, len(content), 8).tolist():
+            changed[place] = int(draw.integers(256))
+    elif kind == 2:
+        del changed[at:]
+    elif kind == 3:
+        end = min(len(content), at + int(draw.integers(1, 64)))
+        changed[at:end] = bytes(end - at)
+    else:
+        begin = int(draw.integers(len(content)))
+        piece = content[begin : begin + 16]
+        changed[at : at + len(piece)] = piece
+    return bytes(changed)
+
+
+def damage(path: Path, draw: np.random.Generator) -> None:
+    content = path.read_bytes()
+    if draw.random() < 0.1 or not content:
+        path.unlink()
+    else:
+        path.write_bytes(b"" if draw.random() < 0.1 else altered(content, draw))
+
+
+def watched(run: Path) -> int:
+    """Of a run that nobody writes any more: it ends."""
+    looks = 0
+
+    def wait(seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        assert looks < 3, "watch waits for a run that nobody records"
+        for path in (run / "rank=0").glob("a*.json"):  # an empty one may be new
+            os.utime(path, (0, 0))
+        os.utime(run / "rank=0", (0, 0))
+
+    return watch(Followed(run), io.StringIO(), wait)
+
+
+def command(*arguments: str) -> Callable[[Path], int]:
+    def call(run: Path) -> int:
+        return main([each.replace("RUN", str(run)) for each in arguments])
+
+    call.__name__ = arguments[0]
+    return call
+
+
+def read(run: Path, unchecked: bool) -> int:
+    """How many steps are there; each is as it was measured. unchecked: but for those of the ring, whose numbers have no
+    checksum.
+    """
+    steps = list(hookstats.load(run))
+    for snapshot in steps:
+        if not unchecked or snapshot.step < STEPS:
+            want = recorded.measured(snapshot.step)
+            np.testing.assert_array_equal(snapshot.frame.wholes, want.wholes)
+            assert list(snapshot) == list(want.sites)
+            assert snapshot.scalars == {} or snapshot.scalars == want.scalars
+    table = hookstats.load(run).scalars
+    for step, value in zip(table["step"].to_pylist(), table["value"].to_pylist(), strict=True):
+        assert value == 1 / (1 + step) or (unchecked and step >= STEPS)
+    return len(steps)
+
+
+def goes_on(run: Path) -> None:
+    """A new attempt records."""
+    recording = hookstats.record(run)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        recording.begin({"rank": 0})
+        recording.take(recorded.measured(100))
+        recording.close()
+    assert not [each for each in told if "stopped" in str(each.message)]
+    last = hookstats.load(run, steps=[100])
+    assert [snapshot.step for snapshot in last] == [100]
+
+
+def test_altered_files_stop_nobody_and_what_is_whole_is_read(left: Path, tmp_path: Path) -> None:
+    """One file is damaged; everybody reads, before and after `recover`, and a new attempt records."""
+    draw = np.random.default_rng(int(os.environ.get("HOOKSTATS_SEED", "0")))
+    names = sorted(str(path.relative_to(left)) for path in left.rglob("*") if path.is_file())
+    counts: Counter[tuple[str, str]] = Counter()
+    for number in range(TRIES):
+        run = tmp_path / str(number)  # each its own: what a process could not read it does not try again
+        shutil.copytree(left, run)
+        name = names[int(draw.integers(len(names)))]
+        damage(run / name, draw)
+        told = run / "rank=0" / "a0001.json"
+        if told.exists() and "a0001.json" not in name:  # the ring has moved with it
+            Attempt(1, {"rank": 0}, 1.7e9, pid=1 << 22, started=1, **machine()).write(told.parent)
+        commands = [command("show", "RUN"), command("compare", "RUN", "RUN"), watched]
+        if number % 10 == 0:  # half a second
+            commands.append(command("report", "RUN", "-o", "RUN/report.html"))
+        in_ring = "ring" in name
+        of_file = Name.parse(Path(name).name)
+        lost = 4 if of_file is not None and name.split("/")[1] in ("steps", "totals") else 0
+        try:
+            for each in commands:
+                assert each(run) in (0, 1, 2), (each, name)
+            assert read(run, in_ring) >= STEPS - lost
+            assert command("recover", "RUN")(run) == 0
+            for each in commands:
+                assert each(run) in (0, 1), (each, name)
+            count = read(run, in_ring)
+            assert count >= (STEPS if in_ring else STEPS + IN_RING) - lost
+            if number % 4 == 0:
+                goes_on(run)
+        except (Exception, AssertionError) as error:
+            raise AssertionError(f"mutation {number}, of {name}") from error
+        counts[name.split("/")[1], "whole" if count == STEPS + IN_RING else "less"] += 1
+        shutil.rmtree(run)
+    if "HOOKSTATS_FUZZ" in os.environ:
+        print(*sorted(counts.items()), sep="\n")
+
+
+def rot(path: Path) -> None:
+    """In a page: the footer is as it was."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_rotten_page_is_said_once_and_costs_the_steps_of_its_file(
+    run: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    recover(run)
+    rot(run / "rank=0" / "totals" / "a0001.00000000-00000003.parquet")
+    recwarn.clear()
+    for _ in range(2):
+        loaded = hookstats.load(run)
+        assert [snapshot.step for snapshot in loaded] == list(range(4, STEPS + IN_RING))
+        assert loaded.scalars["step"].to_pylist() == list(range(STEPS + IN_RING))
+    [told] = [str(each.message) for each in recwarn if "rank=0" in str(each.message)]
+    assert "a0001.00000000-00000003.parquet" in told
+    assert "hookstats recover sets it aside" in told
+    with pytest.raises(KeyError, match="expected a recorded step"):
+        hookstats.load(run)[2]
+
+
+@pytest.mark.parametrize("table", ["channels", "histograms"])
+def test_where_channels_are_rotten_a_step_has_its_totals(run: Path, table: str) -> None:
+    recover(run)
+    rot(run / "rank=0" / table / "a0001.00000000-00000003.parquet")
+    snapshot = hookstats.load(run)[0]
+    with pytest.raises(RunError, match="read the step again for what is whole"):
+        _ = [stats.channels if table == "channels" else stats.histogram for stats in snapshot.values()]
+    again = hookstats.load(run)[0]
+    np.testing.assert_array_equal(again.totals.rms, snapshot.totals.rms)
+    if table == "channels":
+        assert not [site for site, stats in again.items() if stats.channels is not None]
+    else:
+        assert not [site for site, stats in again.items() if stats.histogram is not None]
+    assert main(["show", str(run), "--step", "0"]) == 0
+
+
+def test_recover_sets_aside_what_cannot_be_read_and_says_so(run: Path) -> None:
+    folder = run / "rank=0"
+    rot(folder / "totals" / "a0001.00000000-00000003.parquet")
+    (folder / "channels" / "a0001.00000004-00000007.parquet").write_bytes(b"torn")
+    with pytest.warns(UserWarning, match=r"it is set aside as a0001\..*\.damaged") as told:
+        assert recover(run) == {"rank=0": [1]}
+    assert len([each for each in told if "is set aside" in str(each.message)]) == 2
+    aside = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.damaged"))
+    assert aside == [
+        "channels/a0001.00000004-00000007.parquet.damaged",
+        "totals/a0001.00000000-00000003.parquet.damaged",
+    ]
+    assert hookstats.load(run).steps == list(range(4, STEPS + IN_RING))
+    assert recover(run) == {"rank=0": []}
+
+
+@pytest.mark.parametrize("table", ["steps", "totals", "scalars"])
+def test_a_damaged_file_of_an_attempt_that_goes_on_brings_no_step_twice(run: Path, table: str) -> None:
+    """Its last commit says how far the ring was read; another table says it as well."""
+    (run / "rank=0" / table / "a0001.00000004-00000007.parquet").write_bytes(b"torn")
+    assert recover(run) == {"rank=0": [1]}
+    expected = [0, 1, 2, 3, *range(STEPS, STEPS + IN_RING)] if table != "scalars" else list(range(STEPS + IN_RING))
+    loaded = hookstats.load(run)
+    assert loaded.steps == expected
+    rows = [pq.ParquetFile(path).read(["step"])["step"] for path in (run / "rank=0" / "steps").glob("*.parquet")]
+    found = sorted(step for each in rows for step in each.to_pylist())
+    assert found == (expected if table == "steps" else list(range(STEPS + IN_RING)))
+
+
+@pytest.mark.parametrize("text", [b"[]", b"7", b"{", b"\xff", b"[" * 100_000, b"{}"])
+def test_what_an_attempt_left_is_written_though_nothing_says_whose_it_is(run: Path, text: bytes) -> None:
+    path = run / "rank=0" / "a0001.json"
+    path.write_bytes(text)
+    assert watched(run) == 1
+    assert recover(run) == {"rank=0": [1]}
+    assert path.with_name("a0001.json.damaged").read_bytes() == text
+    assert hookstats.load(run).steps == list(range(STEPS + IN_RING))
+    goes_on(run)
+
+
+def test_names_come_from_the_rows_where_their_file_is_damaged(run: Path) -> None:
+    (run / "rank=0" / "sites.json").write_text("{")
+    before = [list(snapshot) for snapshot in hookstats.load(run)]
+    assert before == [list(recorded.measured(step).sites) for step in range(STEPS)]
+    recover(run)
+    goes_on(run)
+    for snapshot in hookstats.load(run, steps=slice(0, STEPS + IN_RING)):
+        assert list(snapshot) == list(recorded.measured(snapshot.step).sites)
+
+
+def test_a_new_attempt_has_a_number_that_no_file_has(run: Path) -> None:
+    recover(run)
+    (run / "rank=0" / "totals" / "a0041.00000000-00000003.parquet.damaged").write_bytes(b"")
+    recording = hookstats.record(run)
+    recording.begin({"rank": 0})
+    assert recording._attempt == 42
+    recording.close()
+
+
+def test_a_file_that_was_changed_by_one_bit_anywhere_is_not_read_as_another(run: Path) -> None:
+    """Each bit of a footer, and of some pages."""
+    recover(run)
+    path = run / "rank=0" / "steps" / "a0001.00000000-00000003.parquet"
+    content, draw = path.read_bytes(), np.random.default_rng(0)
+    length = int.from_bytes(content[-8:-4], "little")
+    for number, at in enumerate(draw.integers(len(content) - length - 8, len(content), 40).tolist()):
+        changed = bytearray(content)
+        changed[at] ^= 1 << (number % 8)
+        copy = run.with_name(f"bit{number}")
+        shutil.copytree(run, copy)
+        (copy / "rank=0" / "steps" / path.name).write_bytes(changed)
+        assert hookstats.load(copy).steps == list(range(4, STEPS + IN_RING)), at
+        shutil.rmtree(copy)
