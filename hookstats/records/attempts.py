@@ -122,6 +122,7 @@ def begin_attempt(folder: Path, settings: dict[str, Any], rules: list[dict[str, 
             number += 1
     pid = os.getpid()
     ring = str(local_folder(folder, number) / f"{RING}{number:04d}")
+    here = machine()
     signals = Signals.begin(folder / f"a{number:04d}.sigterm")
     own = Attempt(
         number,
@@ -132,7 +133,8 @@ def begin_attempt(folder: Path, settings: dict[str, Any], rules: list[dict[str, 
         pid=pid,
         started=started_at(pid),
         rules=rules,
-        **machine(),
+        host=here["host"],
+        boot=here["boot"],
     )
     own.write(folder)
     return own, Lock(os.open(path_of(folder, number), os.O_RDWR | files.NO_LINK)), signals

@@ -56,7 +56,7 @@ class Exits:
         self._before = getattr(sys, "last_value", None)
         self._exit: Any = sys.exit
         self._code: SystemExit | None = None
-        sys.exit = self._noted  # type: ignore[assignment]
+        sys.exit = self._noted
 
     def _noted(self, status: Any = None) -> Any:
         if threading.current_thread() is threading.main_thread():

@@ -53,6 +53,15 @@ class Output(io.RawIOBase):
             os.close(self._descriptor)
 
 
+def rename(path: Path, final: Path) -> None:
+    os.replace(path, final)
+
+
+def patch(descriptor: int, data: bytes, at: int) -> None:
+    """Write over some bytes of an open file."""
+    os.pwrite(descriptor, data, at)
+
+
 def set_aside(path: Path) -> None:
     """Give a file that cannot be read a name that no reader looks for."""
     os.replace(path, path.with_name(path.name + DAMAGED))
@@ -72,7 +81,7 @@ def write_whole(path: Path, content: bytes) -> None:
     with Output(temporary) as output:
         output.write(content)
         output.sync()
-    os.replace(temporary, path)
+    rename(temporary, path)
     sync_directory(path.parent)
 
 

@@ -120,7 +120,7 @@ class OpenPart:
 
     def rename(self, name: Name) -> None:
         """From here on it counts, if it is of `steps`; of other tables, as soon as that does."""
-        files.os.replace(self._path, self._path.with_name(str(name)))
+        files.rename(self._path, self._path.with_name(str(name)))
 
     def abandon(self) -> None:
         """Raise nothing: what is left of it is removed when the directory is opened again."""
@@ -133,7 +133,7 @@ def seal(descriptor: int) -> None:
     """Put the checksum of the footer into it. descriptor: of a file that was written with zeros in its place."""
     size = os.fstat(descriptor).st_size
     raw = _raw_footer(descriptor, size)
-    files.os.pwrite(descriptor, b"%08x" % zlib.crc32(raw), size - len(raw) + _place_of_checksum(raw))
+    files.patch(descriptor, b"%08x" % zlib.crc32(raw), size - len(raw) + _place_of_checksum(raw))
 
 
 class Footer(NamedTuple):

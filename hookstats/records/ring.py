@@ -27,8 +27,8 @@ _BEGIN, _END = 32, 8  # bytes around a payload: magic, kind, length of the paylo
 MAX_BYTES = 1 << 40
 
 # Words of the header. The one who writes records owns head, written, dropped, closed, wanted; the other one the rest.
-_WORDS = ("magic", "capacity", "head", "tail", "written", "judged", "dropped", "closed", "failed", "findings", "fed")
-_WORDS += ("wanted",)
+_WORDS = ["magic", "capacity", "head", "tail", "written", "judged", "dropped", "closed", "failed", "findings", "fed"]
+_WORDS.append("wanted")
 
 
 class RingError(RunError):

@@ -116,8 +116,10 @@ class Store:
 
     def check_rows(self) -> None:
         """Read all of it, and set aside what cannot be read."""
-        reader = Reader(self.folder) if list_parts(self.folder).begun else None
-        for table, names in reader.listed.counting.items() if reader is not None else ():
+        if not list_parts(self.folder).begun:
+            return
+        reader = Reader(self.folder)
+        for table, names in reader.listed.counting.items():
             for name in names:
                 try:
                     for _ in reader.row_groups(table, name, SCHEMAS[table].names):
