@@ -74,7 +74,7 @@ def ring_of(folder: Path, attempt: int, told: str) -> Path:
     told: what its attempt says. ValueError for any other file: it may be another run's.
     """
     here, there = folder / f"{RING}{attempt:04d}", Path(told)
-    if here.exists() or not there.exists():
+    if here.exists() or not told or not there.exists():
         return here
     if there.name != here.name or there.parent.parent != _ours() or ".." in there.parts:
         raise ValueError(f"{folder}: expected the ring {here.name} in it, or in {_ours()}, got {told[:300]!r}")

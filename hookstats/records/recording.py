@@ -187,7 +187,8 @@ class Recording:
     def _take_early(self, given: Given) -> None:
         """Where there is no room, the next step brings it. The writer is not woken for so little."""
         self._exits.forget()
-        self._opened([]).write(wire.EARLY, wire.of_given(given, 0.0))
+        if self._ring is not None:
+            self._ring.write(wire.EARLY, wire.of_given(given, 0.0))
 
     def _try(self, take: Callable[[], None]) -> None:
         if os.getpid() != self._pid:
@@ -300,6 +301,8 @@ class Recording:
         ring = self._ring
         if ring is not None and os.getpid() != self._pid:  # its memory is not mapped in a process that was forked
             raise RuntimeError(f"expected process {self._pid}, which records into {self.path}, got {os.getpid()}")
+        if ring is not None and not self._is_over():
+            os.eventfd_write(self._wake, 1)
         while ring is not None and ring.judged < ring.written:
             if not self._is_over():
                 self._look_after(ring)

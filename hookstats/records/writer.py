@@ -90,8 +90,10 @@ class Intake:
     def serve(self) -> bool:
         """What cannot wait. False: there was nothing to read."""
         came = self.read()
-        is_late = self._since is not None and time.monotonic() - self._since > PART_SECONDS
-        if is_late or self.ring.tail < min(self.ring.wanted, self._position):
+        if self.ring.tail < min(self.ring.wanted, self._position):
+            self._write_early()
+            self.commit()
+        elif self._since is not None and time.monotonic() - self._since > PART_SECONDS:
             self.commit()
         return came
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
@@ -205,7 +206,7 @@ def test_the_options_are_logged_and_kept_with_the_run(tmp_path: Path, caplog: py
         "compiled_programs": 2,
         "attention_rows": None,
     }
-    assert hookstats.load(tmp_path / "run").manifest["attempts"][0]["settings"]["options"] == kept
+    assert hookstats.load(tmp_path / "run").attempts[0]["settings"]["options"] == kept
     assert f"Options({', '.join(f'{name}={value}' for name, value in kept.items())})" in caplog.text
 
 
@@ -219,6 +220,19 @@ def test_a_training_run_is_kept_and_read_without_torch(tmp_path: Path) -> None:
     assert all(run[snapshot.step].equals(snapshot) for snapshot in snapshots)
     code = f"import hookstats, sys; print(len(hookstats.load({str(tmp_path / 'run')!r})), 'torch' in sys.modules)"
     assert python(code).split() == ["12", "False"]
+
+
+def test_all_closed_steps_stand_in_the_run_when_somebody_asks_for_it(tmp_path: Path) -> None:
+    """Those that are not measured, too, and each once though the next measured step brings them again."""
+    net = model()
+    with hookstats.attach(net, every=5, sinks=[hookstats.record(tmp_path / "run", rules=[])]) as monitor:
+        train(net, monitor, 8)
+        assert monitor.recorded(60) == tmp_path / "run"
+        assert hookstats.load(tmp_path / "run").scalars["step"].to_pylist() == list(range(8))
+        train(net, monitor, 4)
+    assert hookstats.load(tmp_path / "run").scalars["step"].to_pylist() == list(range(12))
+    paths = (tmp_path / "run" / "rank=0" / "scalars").glob("*.parquet")
+    assert sorted(step for path in paths for step in pq.read_table(path)["step"].to_pylist()) == list(range(12))
 
 
 def test_training_with_a_recording_does_not_change_by_a_bit(tmp_path: Path) -> None:
@@ -472,7 +486,7 @@ def test_an_error_inside_of_a_monitor_ends_the_attempt_as_died_and_the_same_reco
     train(8, False)
     run = hookstats.load(tmp_path / "run")
     assert run.steps == [7, 8]
-    assert [each["ended"] for each in run.attempts] == ["died", "closed"]
+    assert [each["ended"] for each in run.attempts] == ["died: ZeroDivisionError", "closed"]
 
 
 def test_a_recording_that_is_in_use_is_refused_and_goes_on_as_it_was(tmp_path: Path) -> None:

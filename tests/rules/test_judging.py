@@ -53,6 +53,12 @@ class Recorder:
     def take(self, frame: StepFrame) -> None:
         self.taken.append(frame)
 
+    def take_early(self, given: Given) -> None:
+        pass
+
+    def at_exit(self, send: Callable[[], object]) -> None:
+        pass
+
     def take_given(self, given: Given) -> None:
         self.given.append(given)
 
@@ -64,9 +70,9 @@ class Recorder:
     def wait(self, timeout: float) -> None:
         self.waited.append(timeout)
 
-    def close(self, overhead: Mapping[str, float], died: bool) -> None:
+    def close(self, overhead: Mapping[str, float], error: BaseException | None) -> None:
         self.closed += 1
-        self.died = died
+        self.error = error
         self.overhead = dict(overhead)
 
 
@@ -234,7 +240,7 @@ def test_a_recorder_that_fails_does_not_disturb_training() -> None:
         def take(self, frame: StepFrame) -> None:
             raise OSError("no disk")
 
-        def close(self, overhead: Mapping[str, float], died: bool) -> None:
+        def close(self, overhead: Mapping[str, float], error: BaseException | None) -> None:
             raise OSError("no disk at the end")
 
     monitor = hookstats.attach(net, every=1, sinks=[Bad(), snapshots.append])
