@@ -94,10 +94,10 @@ class Attached:
         if self.monitor is not None:
             self.monitor.step(number, **{name: given[name] for name in ("loss", "lr") if name in given})
 
-    def _detach(self, error: type[BaseException] | None = None) -> None:
+    def _detach(self, error: BaseException | None = None) -> None:
         """error: what training ended with. The trainer raises it; nothing that comes of detaching is to take its place.
 
-        A recording says then that training died.
+        A recording says then of what training died.
         """
         if not self._is_attached or self.monitor is None:
             return
@@ -106,7 +106,7 @@ class Attached:
             self.monitor.detach()
         else:
             with suppress(Exception):
-                self.monitor.__exit__(error, None, None)
+                self.monitor.__exit__(type(error), error, None)
 
 
 def _world() -> Any:

@@ -87,7 +87,7 @@ class HookStats(Attached, *_callbacks()):  # type: ignore[misc]
         self._detach()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._detach(type(exception))
+        self._detach(exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Detaches where there was nothing left to train, and ``on_train_end`` is not called."""

@@ -63,7 +63,7 @@ class HookStats(Attached, TrainerCallback):  # type: ignore[misc]
         training = _Training.of(model, state)
         for callback in {self, *_listening}:
             if callback is self or callback._training.has_raised(training):
-                callback._leave(RuntimeError)
+                callback._leave(RuntimeError("training was left before its end"))
         self._training = training
         self._attach(model, getattr(optimizer, "scaler", None))
         _listen(self)
@@ -100,7 +100,7 @@ class HookStats(Attached, TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._leave()
 
-    def _leave(self, error: type[BaseException] | None = None) -> None:
+    def _leave(self, error: BaseException | None = None) -> None:
         self._is_in_step = False
         _stop_listening(self)
         self._detach(error)

@@ -294,7 +294,7 @@ def test_an_error_takes_the_hooks_off_and_the_record_says_died(digits: TensorDat
     with pytest.raises(ZeroDivisionError):
         trainer(tmp_path, callback).fit(module, batches(digits))
     assert not any(each._forward_hooks for each in module.modules())
-    assert [each["ended"] for each in hookstats.load(tmp_path / "run").attempts] == ["died"]
+    assert [each["ended"] for each in hookstats.load(tmp_path / "run").attempts] == ["died: ZeroDivisionError"]
 
 
 class FindsAtTheEnd(Recorder):
