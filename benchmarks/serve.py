@@ -22,8 +22,8 @@ import numpy as np
 
 from benchmarks.interleaved import interleaved
 from benchmarks.report_size import record, sites_of, step_of
-from hookstats.numbers.fields import Site
-from hookstats.records import manifest
+from hookstats.records.parts import list_parts
+from hookstats.records.reading import read_sites
 from hookstats.records.store import Store
 from tests.report.browser import Browser
 from tests.serve.served import Served, describe, serving
@@ -51,8 +51,8 @@ trainer.monitor.detach()
 def add(run: Path, steps: int) -> None:
     """Steps more, as the process that writes commits them."""
     folder = run / "rank=0"
-    sites = [Site(*site) for site in manifest.read(folder).sites]
-    last = manifest.read(folder).parts["steps"][-1].steps[1]
+    sites = read_sites(folder)
+    last = list_parts(folder).counting["steps"][-1].last
     store, rng, where = Store(folder), np.random.default_rng(1), sites_of(sites, 1, 0)
     store.begin(1, {})
     for i in range(steps):

@@ -1,4 +1,4 @@
-"""A run that is kept: Parquet parts that a manifest names, and reading them. numpy and pyarrow; no torch."""
+"""A run that is kept: Parquet files whose names say what they hold, and reading them. numpy and pyarrow; no torch."""
 
 from importlib.util import find_spec
 
