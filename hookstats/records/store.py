@@ -356,7 +356,7 @@ class Store:
                     yield self._named(table, rows)
             return
         rows_of_site = sum(int(reader.footer(table, name).bounds["rows"].sum()) for name in names) / len(self._sites)
-        several = max(1, int(ROW_GROUP / rows_of_site))
+        several = max(1, int(FAN_IN * ROW_GROUP / rows_of_site))  # of each file about a row group
         for first in range(0, len(self._sites), several):
             chosen = Chosen(sites=np.arange(first, min(first + several, len(self._sites))))
             rows = pa.concat_tables([reader.part(table, name, columns, chosen) for name in names])

@@ -437,7 +437,9 @@ _BOUNDED = """
 import sys
 from pathlib import Path
 from tests.records import recorded
+from hookstats.records import parts, store
 from hookstats.records.store import Store
+store.ROW_GROUP = parts.ROW_GROUP = 2000  # of which it holds some at once, however long the run is
 store = Store(Path(sys.argv[1]) / "rank=0")
 store.begin(0, {})
 frame = recorded.measured(1)  # of totals alone
