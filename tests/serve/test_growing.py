@@ -142,23 +142,6 @@ def test_bytes_belong_to_a_version_and_those_of_the_last_one_are_still_given(
         assert asked.blob(versions[-1], name).status == 404, name
 
 
-def test_a_run_that_is_torn_says_so_until_it_can_be_read_again(run: Growing, tmp_path: Path, clock: Clock) -> None:
-    run.add(range(30))
-    asked = Asked(tmp_path, "run")
-    asked.record()
-    manifest = run.folder / "manifest.json"
-    whole = manifest.read_bytes()
-    for text in (b"{}", whole[:-9]):
-        manifest.write_bytes(text)
-        clock.now += 60
-        found = asked.page()
-        assert b'data-state="torn"' in found.body
-    manifest.write_bytes(whole)
-    run.add(range(30, 32))
-    clock.now += 60
-    assert asked.record()["steps"] == [0, 31, 32]
-
-
 def test_few_pages_are_kept(tmp_path: Path) -> None:
     names = [f"run{number}" for number in range(5)]
     for name in names:
