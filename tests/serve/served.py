@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hookstats.numbers.fields import Site
-from hookstats.records.attempts import machine, read_attempt, started_at
+from hookstats.records.attempts import end_attempt, machine, read_attempt, started_at
 from hookstats.records.places import RING
 from hookstats.records.store import Store
 from hookstats.rules import Finding
@@ -145,6 +145,10 @@ class Growing:
     def end(self, how: str = "closed") -> None:
         self._store.finish(self.attempt, how)
         self._store.close()
+
+    def recover(self) -> None:
+        """What the next process to record there does: it says that this one died."""
+        end_attempt(self.folder, read_attempt(self.folder, self.attempt), "died: without a word", 0, {})
 
     def die(self) -> None:
         """Of its process nothing is left but what it had committed."""

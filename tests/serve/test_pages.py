@@ -124,7 +124,7 @@ def test_a_run_that_dies_and_is_resumed_is_followed(browser: Browser, tmp_path: 
         says(browser, "#live", "Alive")
         run.die()
         says(browser, "#live", "Died: the training process")
-        (run.folder / "ring.0001.json").unlink()
+        run.recover()
         again = Growing(tmp_path / "run", run.sites, attempt=2)
         again.add(range(20, 25))
         says(browser, "#facts", "0 to 24")
