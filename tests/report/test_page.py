@@ -216,6 +216,7 @@ def test_the_cell_under_the_mouse_is_told_and_a_click_opens_its_site(browser: Br
     assert re.search(r"rms (≥ )?\d\.?\d* times its past", text(browser, "#readout"))
     browser.click(x, y)
     browser.wait("document.querySelector('#site-title').innerText === 'layers.1.norm1'")
+    browser.wait("document.querySelectorAll('#site figcaption').length === 10")  # pictures are unpacked one by one
     heads = browser.run("[...document.querySelectorAll('#site h3')].map((head) => head.innerText)")
     assert heads == ["Output", "Gradient of the output"]
     assert browser.run("document.querySelectorAll('#site .uplot').length") == 4
