@@ -152,7 +152,7 @@ class Growing:
 
     def die(self) -> None:
         """Of its process nothing is left but what it had committed."""
-        ended = subprocess.Popen(["true"])
+        ended = subprocess.Popen([sys.executable, "-c", ""])  # where there is no PATH, too
         ended.wait()
         describe(self.folder, self.attempt, ended.pid)
         self._store.close()
