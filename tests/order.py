@@ -15,7 +15,7 @@ SECONDS = {
     "rules/test_fleet.py": 30,
     "cluster/test_parallel_matrix.py": 20,
     "glue/test_without_glue.py": 15,
-    "identities/test_finding.py": 20,
+    "identities/test_finding.py": 15,
     "rules/test_illnesses.py": 20,
     "graphs/test_recompiles.py": 15,
     "numbers/test_kurtosis.py": 15,

@@ -188,8 +188,9 @@ def test_a_forward_that_is_another_one_each_time_is_refused() -> None:
         hookstats.find_identities(model, lambda: model(torch.full((2, 4), float(next(count)))))
 
 
-ZOO = {"llama": 11, "mixtral": 11, "gpt_neox": 8, "deepseek_v3": 9, "glm": 11, "doge": 9, "bloom": 8}
-ZOO |= {"t5": 26, "vit": 8, "resnet": 3, "encoder of torch.nn": 6}
+# How many each has at least. More than a hundred others: python -m benchmarks.identities coverage
+ZOO = {"llama": 11, "mixtral": 11, "gpt_neox": 8, "glm": 11, "doge": 9, "bloom": 8}
+ZOO |= {"vit": 8, "resnet": 3, "encoder of torch.nn": 6}
 
 
 @pytest.mark.parametrize("name", ZOO)
