@@ -149,6 +149,11 @@ def test_the_sums_that_differ_are_named() -> None:
     assert "1 of 64 sums differ" in str(up)
 
 
+def same_gradients(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:
+    now = dict(of_gradients(model))
+    return now.keys() == before.keys() and all(torch.equal(gradient, before[name]) for name, gradient in now.items())
+
+
 def of_gradients(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, each.grad) for name, each in model.named_parameters() if each.grad is not None]
 
@@ -257,14 +262,14 @@ def test_gradients_of_before_are_put_back_and_hooks_are_gone() -> None:
     train(model)
     before = {name: gradient.clone() for name, gradient in of_gradients(model)}
     assert found.check(lambda: train(model), model)
-    assert all(torch.equal(gradient, before[name]) for name, gradient in of_gradients(model))
+    assert same_gradients(model, before)
 
     def fail() -> None:
         raise KeyError("data")
 
     with pytest.raises(KeyError, match="data"):
         found.check(fail, model)
-    assert all(torch.equal(gradient, before[name]) for name, gradient in of_gradients(model))
+    assert same_gradients(model, before)
     assert not any(each._forward_hooks for each in model.modules())
 
 

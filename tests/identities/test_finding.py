@@ -76,6 +76,22 @@ def test_what_no_scale_passes_has_no_identity(activation: nn.Module) -> None:
     assert sides(found_in(model, torch.randn(5, 8))) == {}
 
 
+def test_a_reader_whose_input_lies_across_memory_is_found() -> None:
+    """Its product is computed in another order if its weight wants a gradient, as the one that is tried must, too."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.last = nn.LayerNorm(16), nn.Linear(16, 48)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.last(self.norm(x).transpose(0, 1))
+            return out
+
+    torch.manual_seed(0)
+    assert sides(found_in(Model(), torch.randn(2, 5, 16))) == {"norm.weight + norm.bias = last.weight": 16}
+
+
 def test_an_output_that_something_else_reads_has_none() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -494,7 +494,7 @@ MUTANTS = [
         "hookstats/identities/runs.py",
         "each.requires_grad_(own[key].requires_grad)",
         "each",
-        "tests/identities/test_finding.py -k multihead",
+        "tests/identities/test_finding.py -k across",
     ),
     Mutant(
         "tied parameters have identities",
