@@ -13,6 +13,7 @@ from torch import nn
 from hookstats.identities.runs import tensors_in
 from hookstats.identities.terms import COARSEST, UNIT, Break, Identity, judge
 from hookstats.modules.order import ModuleHook
+from hookstats.tools.undo import bare
 
 MANY = 4  # identities, of which more than half are broken by something else than a wrong gradient
 
@@ -59,7 +60,7 @@ class Identities:
         Returns:
             `Checked`: prints as a list of what is broken.
         """
-        model = self._model if model is None else model
+        model = bare(self._model if model is None else model)
         parameters = dict(model.named_parameters())
         missing = [name for each in self.identities for name in each.parameters if name not in parameters]
         if missing:
@@ -92,7 +93,7 @@ class Identities:
                 continue
             left, right = (
                 [
-                    term.sums(_whole(parameters[term.parameter]), _whole(parameters[term.parameter].grad), each.groups)
+                    term.sums(_whole(parameters[term.parameter]), _gradient(parameters[term.parameter]), each.groups)
                     for term in side
                 ]
                 for side in (each.left, each.right)
@@ -100,7 +101,7 @@ class Identities:
             ran = [spreads[owner] for name in each.parameters if (owner := name.rpartition(".")[0]) in spreads]
             dtypes = {parameters[name].dtype for name in each.parameters}.union(*(spread.dtypes for spread in ran))
             unit = max(UNIT.get(dtype, COARSEST) for dtype in dtypes)
-            known = spreads[each.module].of(each) if each.module in spreads else None
+            known = _spread_of(each, spreads, parameters)
             broken = judge(each, left, right, unit, known)
             judged += 1
             if broken is None:
@@ -146,37 +147,71 @@ class Checked:
 
 
 class _Spread(ModuleHook):
-    """Measures N rms(y)^2 rms(dy)^2 of each channel of a module's output, added up over its calls."""
+    """Measures of a module's output and of its gradient what bounds the rounding of sums over tokens."""
 
     def __init__(self) -> None:
-        self.sums: dict[int, torch.Tensor] = {}  # by the number of channels, of each dimension that may be theirs
         self.dtypes = set[torch.dtype]()
+        # By the dimension of channels, -1 and 1, added up over calls: N ms(y) ms(dy), ms(x) sum dy^2, sum y^2.
+        self._sums: dict[tuple[str, int], torch.Tensor] = {}
+        self.gradient = 0.0  # the mean square of the output's gradient
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        outputs = tensors_in(output)
-        if outputs and outputs[0].requires_grad:
+        outputs, inputs = tensors_in(output), tensors_in(args)
+        if outputs and outputs[0].requires_grad and outputs[0].dim():
             y = outputs[0]
             self.dtypes.add(y.dtype)
-            squares = [_squares(y.detach(), dim) for dim in range(y.dim())]
-            y.register_hook(lambda gradient: self._add(squares, gradient))
+            size = inputs[0].detach().double().square().mean() if inputs else torch.zeros((), device=y.device)
+            squares = {dim: _squares(y.detach(), dim) for dim in ((-1, 1) if y.dim() > 2 else (-1,))}
+            y.register_hook(lambda gradient: self._add(squares, size, gradient))
 
-    def _add(self, squares: list[torch.Tensor], gradient: torch.Tensor) -> None:
-        for dim, square in enumerate(squares):
-            count = len(square)
-            product = square * _squares(gradient.detach(), dim) * count / gradient.numel()
-            self.sums[count] = self.sums.get(count, 0) + product
+    def _add(self, squares: dict[int, torch.Tensor], size: torch.Tensor, gradient: torch.Tensor) -> None:
+        self.gradient += float(gradient.detach().double().square().mean()) if gradient.numel() else 0.0
+        for dim, square in squares.items():
+            of_gradient = _squares(gradient.detach(), dim)
+            rows = max(gradient.numel() // len(square), 1)
+            for what, product in (("both", square * of_gradient / rows), ("x", size * of_gradient), ("y", square)):
+                known = self._sums.get((what, dim))
+                self._sums[what, dim] = product if known is None or known.shape != product.shape else known + product
 
-    def of(self, identity: Identity) -> torch.Tensor | None:
-        """Return it for each of an identity's groups; None where no gradient arrived."""
-        fitting = [sums for count, sums in self.sums.items() if count > int(identity.channels.max())]
-        if not fitting:
+    def channels(self, what: str, identity: Identity) -> torch.Tensor | None:
+        """Return a sum for each of an identity's channels; None where no gradient arrived."""
+        found = self._sums.get((what, identity.channel_dim))
+        if found is None or len(found) <= int(identity.channels.max()):
             return None
-        chosen = fitting[0].cpu()[identity.channels]
-        return chosen.new_zeros(identity.groups).index_add_(0, identity.channel_groups, chosen)
+        return found.cpu()[identity.channels]
+
+
+def _spread_of(
+    identity: Identity, spreads: dict[str, _Spread], parameters: dict[str, nn.Parameter]
+) -> torch.Tensor | None:
+    """Return what terms of single tokens would add up to if their signs were random, for each group; None: not known.
+
+    By the output between both sides it is N rms(y)^2 rms(dy)^2. Where y is small because what makes it has cancelled,
+    by the input and the weights of the left side; where dy is, by the weights and the output's gradient of the right.
+    """
+    own = spreads.get(identity.module)
+    both, of_x, of_y = (None if own is None else own.channels(what, identity) for what in ("both", "x", "y"))
+    if both is None or of_x is None or of_y is None:
+        return None
+    for term in identity.left:
+        weight = _whole(parameters[term.parameter].detach())
+        if weight.dim() > 1 and len(term.places) == len(both):  # a norm's weight multiplies what is normalised
+            both = both + of_x * _squares(weight, term.dim).cpu()[term.places]
+    summed = both.new_zeros(identity.groups).index_add_(0, identity.channel_groups, both)
+    if identity.kind == "channels":
+        for term in identity.right:
+            reader = spreads.get(term.parameter.rpartition(".")[0])
+            weight = _whole(parameters[term.parameter].detach())
+            if reader is not None and weight.dim() > 1:
+                columns = _squares(weight, term.dim).cpu()[term.places]
+                of_columns = both.new_zeros(identity.groups).index_add_(0, term.groups, columns)
+                of_groups = both.new_zeros(identity.groups).index_add_(0, identity.channel_groups, of_y)
+                summed = summed + of_groups * of_columns * reader.gradient
+    return summed
 
 
 def _squares(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    others = [each for each in range(tensor.dim()) if each != dim]
+    others = [each for each in range(tensor.dim()) if each != dim % tensor.dim()]
     squares = tensor.double().square()
     return squares.sum(others) if others else squares
 
@@ -184,7 +219,7 @@ def _squares(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 def _whole(tensor: Any) -> torch.Tensor:
     """Return all of a DTensor, or the tensor."""
     full: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return full
+    return full.to_dense() if full.layout != torch.strided else full
 
 
 def _place(name: str) -> str:
@@ -196,19 +231,25 @@ def _moves(gradient: torch.Tensor | None) -> bool:
     return gradient is not None and bool(_whole(gradient).any())
 
 
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    """Return all of a gradient; zeros where none came, as others of its identity have one."""
+    return torch.zeros_like(_whole(parameter.detach())) if parameter.grad is None else _whole(parameter.grad)
+
+
 def _reason(identity: Identity, parameters: dict[str, nn.Parameter], woken: dict[str, str]) -> str | None:
     """Return why an identity is not judged.
 
     woken: parameters that had no part in the runs by which identities were found, and have one now, by their place.
     """
+    if not any(_moves(parameters[name].grad) for name in identity.parameters):
+        return "its gradients are 0"
     for name in identity.parameters:
-        gradient = parameters[name].grad
         if _place(name) in woken:
             return (
                 f"{woken[_place(name)]} did not run when identities were found; find them with a batch that reaches it"
             )
-        if gradient is None:
-            return f"{name} has no gradient"
-        if not _whole(gradient).isfinite().all():
+        if not parameters[name].requires_grad:
+            return f"{name} is frozen"
+        if not _gradient(parameters[name]).isfinite().all():
             return f"the gradient of {name} is not finite"
     return None

@@ -16,6 +16,7 @@ from hookstats.identities.runs import (
     Reading,
     Runs,
     Scaled,
+    full_name,
     powers_of_two,
     same,
     scale,
@@ -96,8 +97,36 @@ class _Finding:
             for name in others:
                 alone.setdefault(_parent(name), []).extend(Part(name, each.channels) for each in failed)
         found += self._pairs(alone)
-        kept = [each for each in (*found, *self._inside) if not self._shared.intersection(each.parameters)]
-        return kept
+        return self._proved(
+            [each for each in (*found, *self._inside) if not self._shared.intersection(each.parameters)]
+        )
+
+    def _proved(self, identities: list[Identity]) -> list[Identity]:
+        """Return those that hold for the whole model with its parameters scaled, all at once or each by itself.
+
+        So a parameter that is also used elsewhere is found, and what saturates: these powers are larger.
+        """
+        if not identities or self._is_same(identities):
+            return identities
+        return [each for each in identities if self._is_same([each])]
+
+    def _is_same(self, identities: list[Identity]) -> bool:
+        own = dict(self._model.named_parameters())
+        largest = 2 if any(each.dtype == torch.float16 for each in own.values()) else 7
+        changed: dict[str, torch.Tensor] = {}
+        for each in identities:
+            powers = powers_of_two(max(each.groups, 2), self._generator, largest)[: each.groups]
+            for side, factors in ((each.left, powers), (each.right, 1 / powers)):
+                for term in side:
+                    before = changed.get(term.parameter, own[term.parameter].detach())
+                    every = torch.ones(before.shape[term.dim], dtype=torch.float64)
+                    every[term.places] = factors[term.groups]
+                    changed[term.parameter] = _scaled(before, term.dim, every, term.offset)
+        output = self._runs.with_parameters(changed)
+        if not any(term.offset for each in identities for term in each.left):
+            return same(output, self._runs.output)
+        pairs = zip(tensors_in(output), tensors_in(self._runs.output), strict=True)
+        return all(bool((a - b).norm() <= 0.02 * b.norm()) for a, b in pairs)  # 1 + w is rounded
 
     # Producers
 
@@ -110,7 +139,7 @@ class _Finding:
             return  # it keeps something from call to call
         own = self._runs.lively(name)
         plain = self._runs.call(name, own)
-        for dim in dict.fromkeys((outputs[0].dim() - 1, min(1, outputs[0].dim() - 1))):
+        for dim in (-1, 1) if outputs[0].dim() > 2 else (-1,):
             powers = powers_of_two(outputs[0].shape[dim], self._generator) if outputs[0].shape[dim] > 1 else None
             if powers is None:
                 continue
@@ -208,13 +237,24 @@ class _Finding:
         for each in readings:
             numbers = torch.arange(count, dtype=torch.float64)
             (groups,) = [places for places, repeats, run in spreads(numbers, count * each.repeats) if run == each.run]
-            right.append(Term(_full(each.module, each.parameter), each.dim, torch.arange(len(groups)), groups.long()))
+            right.append(
+                Term(full_name(each.module, each.parameter), each.dim, torch.arange(len(groups)), groups.long())
+            )
         groups = torch.arange(count)
-        return Identity("channels", self._terms(part, groups), tuple(right), count, part.module, part.channels, groups)
+        return Identity(
+            "channels",
+            self._terms(part, groups),
+            tuple(right),
+            count,
+            part.module,
+            self._runs.dims[part.module],
+            part.channels,
+            groups,
+        )
 
     def _terms(self, part: Part, groups: torch.Tensor) -> tuple[Term, ...]:
         return tuple(
-            Term(_full(part.module, key), dim, part.channels, groups, offset)
+            Term(full_name(part.module, key), dim, part.channels, groups, offset)
             for key, dim, offset in self._carriers[part.module]
         )
 
@@ -252,7 +292,7 @@ class _Finding:
             return None
         whole = torch.zeros(count, dtype=torch.long)
         run = self._scaled_against(many, few, whole, torch.zeros(width, dtype=torch.long), 1)
-        if not run or self._read([many]) == [] or self._read([few]) == []:  # an output that nothing is made of
+        if not run:
             return None
         for groups in self._groupings(parent, count):
             number = int(groups.max()) + 1
@@ -265,13 +305,14 @@ class _Finding:
 
     def _of_pair(self, many: Part, few: Part, groups: torch.Tensor, spread: torch.Tensor, number: int) -> Identity:
         left, right = self._terms(many, spread), self._terms(few, groups)
-        return Identity("pair", left, right, number, many.module, many.channels, spread)
+        return Identity("pair", left, right, number, many.module, self._runs.dims[many.module], many.channels, spread)
 
     def _scaled_against(self, many: Part, few: Part, groups: torch.Tensor, spread: torch.Tensor, number: int) -> bool:
         for _ in range(3):  # two groups that must not be apart may have had the same power
             powers = powers_of_two(max(number, 2), self._generator)[:number]
-            if self._runs.readers([Scaled(many, powers[spread]), Scaled(few, 1 / powers[groups])]) != []:
-                return False
+            sides = [Scaled(many, powers[spread]), Scaled(few, 1 / powers[groups])]
+            if self._runs.readers(sides) != [] or any(self._runs.readers([each]) == [] for each in sides):
+                return False  # it changes something, or one side alone does not
         return True
 
     def _groupings(self, parent: str, count: int) -> Iterator[torch.Tensor]:
@@ -318,10 +359,6 @@ def _alike(model: nn.Module, names: Iterable[str]) -> list[list[str]]:
 
 def _parent(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def _full(module: str, parameter: str) -> str:
-    return f"{module}.{parameter}" if module else parameter
 
 
 def _overlap(left: Part, right: Part) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hookstats.identities.runs import Runs, powers_of_two, same, scale
+from hookstats.identities.runs import Runs, full_name, powers_of_two, same, scale
 from hookstats.identities.terms import Identity, Term
 
 
@@ -47,8 +47,10 @@ def identities_inside(runs: Runs, name: str, generator: torch.Generator) -> list
             sides = [left, *_biases(own, left)], [right, *others]
             if all(_is_proved(runs, name, own, plain, sides, powers) for powers in draws):
                 groups = torch.arange(len(left.places))
-                terms = [tuple(Term(f"{name}.{e.parameter}", e.dim, e.places, groups) for e in side) for side in sides]
-                found.append(Identity("channels", terms[0], terms[1], len(groups), "", left.places, groups))
+                terms = [
+                    tuple(Term(full_name(name, e.parameter), e.dim, e.places, groups) for e in side) for side in sides
+                ]
+                found.append(Identity("channels", terms[0], terms[1], len(groups), "", -1, left.places, groups))
                 taken += [left, right]
                 break
     return found

@@ -60,16 +60,19 @@ class _Hook(ModuleHook):
         return self._function(self._name, module, *given)
 
 
-def powers_of_two(count: int, generator: torch.Generator) -> torch.Tensor:
-    """Return float64[count], not all the same, small enough for float16."""
-    exponents = torch.randint(-2, 3, (count,), generator=generator)
+def powers_of_two(count: int, generator: torch.Generator, largest: int = 2) -> torch.Tensor:
+    """Return float64[count], not all the same: 2 to the power of at most `largest`, or over it."""
+    exponents = torch.randint(-largest, largest + 1, (count,), generator=generator)
     exponents[0], exponents[-1] = 1, exponents[-1] if count > 1 and exponents[-1] != 1 else -1
     return torch.exp2(exponents.double())
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return the floating tensors of what a module was given or has returned."""
-    return [each for each in tree_flatten(value)[0] if isinstance(each, torch.Tensor) and each.is_floating_point()]
+    leaves = tree_flatten(value)[0]
+    return [
+        each for each in leaves if isinstance(each, torch.Tensor) and (each.is_floating_point() or each.is_complex())
+    ]
 
 
 def same(left: Any, right: Any) -> bool:
@@ -116,7 +119,7 @@ class Runs:
         self.modules = {name: module for name, module in model.named_modules() if _own_parameters(module)}
         self.calls: dict[str, list[Call]] = {}
         self._inputs: dict[str, list[Any]] = {}  # of calls that have not returned
-        self.dims: dict[str, int] = {}  # along which a producer's channels lie
+        self.dims: dict[str, int] = {}  # along which a producer's channels lie: -1, or 1
         self.output = _copied(
             self._run(dict.fromkeys(self.modules, self._keep_inputs), dict.fromkeys(self.modules, self._keep))
         )
@@ -165,7 +168,7 @@ class Runs:
             own = dict(module.named_parameters())
             # Whether a weight wants a gradient decides how a product of strided inputs is computed.
             same_kind = {key: each.requires_grad_(own[key].requires_grad) for key, each in changed.items()}
-            return functional_call(module, same_kind, *copy.deepcopy(given))
+            return functional_call(module, same_kind, *_kept(given))
         except Exception:
             return None  # of a module that cannot do without what it was given in that run: it proves nothing
         finally:
@@ -186,7 +189,7 @@ class Runs:
     def readers(self, scaled: list[Scaled]) -> list[Reading] | None:
         """Scale outputs, let readers have what they had before, and return them; None if anything else has changed."""
         found: dict[tuple[int, str], Reading] = {}
-        count = dict.fromkeys(self.calls, 0)
+        count, undone = dict.fromkeys(self.calls, 0), dict[str, int]()
         by_module: dict[str, list[Scaled]] = {}
         for each in scaled:
             by_module.setdefault(each.part.module, []).append(each)
@@ -204,6 +207,7 @@ class Runs:
                 raise _Touched
             if found.setdefault((reading.producer, name), reading) != reading:
                 raise _Touched
+            undone[name] = undone.get(name, 0) + 1
             return _replaced((args, kwargs), (old.args, old.kwargs))
 
         def after(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -220,7 +224,27 @@ class Runs:
             output = self._run(dict.fromkeys(self.calls, before), dict.fromkeys(self.calls, after))
         except _Touched:
             return None
+        except (IndexError, RuntimeError):  # of a module whose outputs have other sizes from call to call
+            return None
+        if any(undone[name] != len(self.calls[name]) for name in undone):  # its columns are read by another call, too
+            return None
         return list(found.values()) if same(output, self.output) else None
+
+    def with_parameters(self, changed: Mapping[str, torch.Tensor]) -> Any:
+        """Return the model's output with other tensors in the place of some parameters, which are not written."""
+        before: list[tuple[nn.Module, str, Any]] = []
+        try:
+            for name, value in changed.items():
+                path, _, key = name.rpartition(".")
+                module = self.model.get_submodule(path)
+                before.append((module, key, module._parameters[key]))
+                own = module._parameters[key]
+                assert own is not None
+                module._parameters[key] = nn.Parameter(value, own.requires_grad)
+            return self._run({}, {})
+        finally:
+            for module, key, own in before:
+                module._parameters[key] = own
 
     def width(self, name: str) -> int:
         """Return how many channels a producer has."""
@@ -255,7 +279,7 @@ class Runs:
         return None
 
     def _keep_inputs(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._inputs.setdefault(name, []).append(copy.deepcopy((args, kwargs)))
+        self._inputs.setdefault(name, []).append(_kept((args, kwargs)))
 
     def _keep(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         given, named = self._inputs[name].pop()
@@ -269,10 +293,13 @@ class Runs:
                 handles.append(self.modules[name].register_forward_pre_hook(hook, with_kwargs=True))
             for name, function in after.items():
                 handles.append(self.modules[name].register_forward_hook(_Hook(function, name), with_kwargs=True))
+            is_fast = torch.backends.mha.get_fastpath_enabled()
+            torch.backends.mha.set_fastpath_enabled(False)  # it is taken or not by what hooks are there
             try:
                 self._random.put_back()
                 return self._forward()
             finally:
+                torch.backends.mha.set_fastpath_enabled(is_fast)
                 for handle in handles:
                     handle.remove()
                 self._state.put_back()
@@ -292,6 +319,11 @@ def spreads(powers: torch.Tensor, width: int) -> Iterator[tuple[torch.Tensor, in
                 return
 
 
+def full_name(module: str, parameter: str) -> str:
+    """Return a parameter's name in the model."""
+    return f"{module}.{parameter}" if module else parameter
+
+
 def _own_parameters(module: nn.Module) -> bool:
     return any(each is not None for each in module._parameters.values())
 
@@ -301,12 +333,21 @@ def _copied(value: Any) -> Any:
     return tree_unflatten([each.detach().clone() if isinstance(each, torch.Tensor) else each for each in leaves], spec)
 
 
+def _kept(value: Any) -> Any:
+    """Return a copy that nobody else writes; of what cannot be copied, its tensors alone."""
+    value = _copied(value)
+    try:
+        return copy.deepcopy(value)
+    except Exception:
+        return value
+
+
 def _replaced(given: Any, old: Any) -> Any:
     """Return what a module is given, with the tensors of before where they are others."""
     leaves, spec = tree_flatten(given)
     before = iter(tensors_in(old))
     for number, each in enumerate(leaves):
-        if isinstance(each, torch.Tensor) and each.is_floating_point():
+        if isinstance(each, torch.Tensor) and (each.is_floating_point() or each.is_complex()):
             earlier = next(before)
             leaves[number] = each if same(each, earlier) else earlier.clone()
     return tree_unflatten(leaves, spec)

@@ -53,6 +53,7 @@ class Identity:
         left, right: the parts of each side.
         groups: how many sums there are on each side: channels, rotated pairs, or heads.
         module: whose output lies between both sides, which bounds the rounding; "" where none does.
+        channel_dim: along which its channels lie: -1, or 1.
         channels: int64[k], which channels of this output; channel_groups: int64[k], the group of each.
     """
 
@@ -61,6 +62,7 @@ class Identity:
     right: tuple[Term, ...]
     groups: int
     module: str
+    channel_dim: int
     channels: torch.Tensor
     channel_groups: torch.Tensor
 
@@ -82,7 +84,7 @@ class Break:
         identity: which one.
         z: the largest difference of both sides, over what rounding explains. Above 8 is a break; healthy is about 1.
         groups: int64[k], which of its sums differ by more than that.
-        relative: the norm of the difference over that of the larger side, 0 to 2.
+        relative: the largest difference over the largest sum of both sides, 0 to 2.
         suspects: the parameters of which a single one explains it, each with the factor by which its gradient looks too
             large; the likeliest first.
     """
@@ -102,6 +104,8 @@ class Break:
         )
         said = [
             f"the gradient of {name} looks {factor:.3g} times as large as it should be"
+            if factor
+            else f"that of {name} is 0"
             for name, factor in self.suspects[:2]
         ]
         return text + ("; " if said else "") + ", or ".join(said)
@@ -131,15 +135,23 @@ def judge(identity: Identity, left: Sums, right: Sums, unit: float, spread: torc
     z = torch.where(residual == 0, 0.0, residual.abs() / bound)
     if not z.max() > LARGEST_Z:
         return None
-    size = max(float(side.norm()) for side in sides)
+    size = max(float(side.abs().max()) for side in sides)
     groups = (z > LARGEST_Z).nonzero()[:, 0]
     suspects = _suspects(identity, left, right, residual)
-    return Break(identity, float(z.max()), groups, float(residual.norm()) / size, suspects)
+    return Break(identity, float(z.max()), groups, float(residual.abs().max()) / size, suspects)
 
 
 def _suspects(identity: Identity, left: Sums, right: Sums, residual: torch.Tensor) -> tuple[tuple[str, float], ...]:
     """Find the parameters of whose sums the difference is a multiple, and how far the gradient of each is off."""
     found = list[tuple[float, str, float]]()
+    lost = [
+        (term.parameter, 0.0)
+        for side, terms in ((left, identity.left), (right, identity.right))
+        for (_, squares), term in zip(side, terms, strict=True)
+        if not squares.any()
+    ]
+    if lost:  # nothing else need be wrong
+        return tuple(lost)
     for sign, side, terms in ((1.0, left, identity.left), (-1.0, right, identity.right)):
         for (own, _), term in zip(side, terms, strict=True):
             if not own.norm() > 0:

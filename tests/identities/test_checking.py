@@ -192,6 +192,61 @@ def test_a_kernel_whose_backward_loses_rows_is_found_in_one_step() -> None:
     }
 
 
+class Detached(nn.Module):
+    """A branch whose last layer gets an input without a gradient, where somebody has put a detach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.other, self.is_cut = nn.Linear(8, 32), nn.Linear(32, 4), nn.Linear(8, 4), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).relu()
+        out: torch.Tensor = self.other(x) + self.last(hidden.detach() if self.is_cut else hidden)
+        return out
+
+
+def test_a_gradient_that_does_not_come_or_is_0_is_named_and_all_that_are_0_prove_nothing() -> None:
+    torch.manual_seed(0)
+    model, x = Detached(), torch.randn(16, 8)
+    found = hookstats.find_identities(model, lambda: model(x))
+    assert found.check(lambda: model(x).sum().backward())
+    model.is_cut = True
+    (broken,) = found.check(lambda: model(x).sum().backward()).breaks
+    assert [name for name, factor in broken.suspects if factor == 0] == ["first.weight", "first.bias"]
+    assert "that of first.weight is 0" in str(broken)
+    checked = found.check(lambda: (model(x) * 0).sum().backward())
+    assert (checked.judged, bool(checked)) == (0, False)
+
+
+def test_rows_without_a_gradient_are_no_channels() -> None:
+    """As many rows as channels, of which half are padding: what rounding explains is measured along the channels."""
+    torch.manual_seed(0)
+    model, x, mask = (
+        nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 1)),
+        torch.randn(4096, 4),
+        torch.ones(4096, 1),
+    )
+    mask[:2048] = 0
+    found = hookstats.find_identities(model, lambda: model(x))
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=200, line_search_fn="strong_wolfe")
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = (mask * (model(x) - x.sin().sum(1, keepdim=True)).square()).mean()
+        value.backward()
+        return value
+
+    optimizer.step(loss)  # until gradients have cancelled
+    assert found.check(loss), found.check(loss)
+
+
+def test_wrapped_and_sparse_models_are_checked() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Embedding(20, 8, sparse=True), nn.Linear(8, 4)), torch.randint(0, 20, (3, 5))
+    found = hookstats.find_identities(model, lambda: model(x))
+    assert found.check(lambda: model(x).square().sum().backward(), torch.compile(model, backend="eager"))
+
+
 def test_changes_of_all_gradients_one_by_one_are_said_as_such() -> None:
     model, found = found_once()
 
@@ -217,7 +272,7 @@ def test_what_has_no_or_no_finite_gradient_is_not_judged() -> None:
 
     checked = found.check(run, model)
     assert checked.judged == 8
-    assert sorted(checked.left_out.values()) == ["layers.0.mlp.up_proj.weight has no gradient"] * 2 + [
+    assert sorted(checked.left_out.values()) == ["layers.0.mlp.up_proj.weight is frozen"] * 2 + [
         "the gradient of head.weight is not finite"
     ]
     assert "3 were not judged" in str(checked)
@@ -280,7 +335,7 @@ def test_another_model_and_a_run_without_a_backward_are_refused() -> None:
     checked = found.check(lambda: None)
     assert not checked
     assert checked.judged == 0
-    assert len(checked.left_out) == len(found)
+    assert set(checked.left_out.values()) == {"its gradients are 0"}
 
 
 def shards(rank: int, world: int) -> list[Any]:

@@ -107,6 +107,84 @@ def test_an_output_that_something_else_reads_has_none() -> None:
     assert sides(found_in(Model(), torch.randn(5, 8))) == {}
 
 
+class Twice(nn.Module):
+    """Readers and producers that are used once more: by a call, by a function, by another call of the module itself."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.norm, self.other, self.first = nn.LayerNorm(8), nn.LayerNorm(8), nn.Linear(8, 8)
+        self.last, self.inner = nn.Linear(8, 5), Inner()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor
+        if self.how == "a reader of two norms":
+            out = self.last(self.norm(x)) + 2 * self.last(self.other(self.first(x).relu()))
+        elif self.how == "a reader that is called once more":
+            out = self.last(self.first(x).relu()) + self.last(x.cos())
+        elif self.how == "a weight that a function uses":
+            out = F.linear(self.last(self.first(x).relu()) @ torch.ones(5, 8), self.first.weight)
+        elif self.how == "a module with two ways":
+            out = self.inner(x) + self.inner(x.cos(), True)
+        elif self.how == "a clamp that is not reached":
+            out = self.last(self.first(x * 0.1).clamp(0, 6))
+        elif self.how == "an output of complex numbers":
+            y = self.first(x)
+            return torch.stack([self.last(y.relu()).sum().to(torch.complex64), torch.fft.fft(y).sum()])
+        return out
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor, is_other: bool = False) -> torch.Tensor:
+        return x @ self.two if is_other else (x @ self.one).relu() @ self.two
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "a reader of two norms",
+        "a reader that is called once more",
+        "a weight that a function uses",
+        "a module with two ways",
+        "a clamp that is not reached",
+        "an output of complex numbers",
+    ],
+)
+def test_what_is_used_once_more_has_none(how: str) -> None:
+    torch.manual_seed(0)
+    assert sides(found_in(Twice(how), torch.randn(16, 8))) == {}
+
+
+def test_parameters_of_the_model_itself_and_outputs_of_other_sizes_are_no_obstacle() -> None:
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(16, 2, batch_first=True).eval()
+    x = torch.randn(2, 5, 16)
+    assert {
+        each.parameters[0] for each in hookstats.find_identities(attention, lambda: attention(x, x, x)).identities
+    } == {"in_proj_weight"}
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    padding = torch.zeros(2, 5, dtype=torch.bool)
+    padding[:, 3:] = True
+    assert len(hookstats.find_identities(layer, lambda: layer(x, src_key_padding_mask=padding))) == 3
+
+    class Sizes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 12), nn.Linear(12, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.last(self.first(x.view(4, 4, 8)).relu()).view(16, 4) + self.last(
+                self.first(x).relu()
+            )
+            return out
+
+    assert sides(found_in(Sizes(), torch.randn(16, 8))) == {"first.weight + first.bias = last.weight": 12}
+
+
 def test_tied_parameters_and_weights_of_zero_prove_nothing() -> None:
     torch.manual_seed(0)
     assert not any("head" in each or "embedding" in each for each in sides(found_in(Llama(tied=True), ids())))
