@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -383,22 +382,6 @@ def python(code: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"ring_bytes": 5}, ValueError, "ring_bytes: expected at least 65536 bytes, or None; got 5"),
-        ({"rules": [print]}, TypeError, "rules: expected one of hookstats.rules"),
-        ({"sinks": [print]}, TypeError, "sinks: expected file sinks"),
-    ],
-)
-def test_arguments_that_cannot_be_are_refused(
-    tmp_path: Path, arguments: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        hookstats.record(tmp_path / "run", **arguments)
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_rule_of_ones_own_judges_in_the_writer(tmp_path: Path) -> None:
     net = model()
     with hookstats.attach(
@@ -488,25 +471,3 @@ def test_an_error_inside_of_a_monitor_ends_the_attempt_as_died_and_the_same_reco
     run = hookstats.load(tmp_path / "run")
     assert run.steps == [7, 8]
     assert [each["ended"] for each in run.attempts] == ["died: ZeroDivisionError", "closed"]
-
-
-def test_a_recording_that_is_in_use_is_refused_and_goes_on_as_it_was(tmp_path: Path) -> None:
-    recording, other, net = hookstats.record(tmp_path / "run"), hookstats.record(tmp_path / "other"), nn.Linear(4, 4)
-    with hookstats.attach(net, every=1, sinks=recording) as monitor:
-        with pytest.raises(RuntimeError, match=r"got .* twice"):
-            hookstats.attach(net, sinks=[other, recording])
-        assert len(net._forward_hooks) == 1
-        net(torch.randn(2, 4)).sum().backward()
-        monitor.step(7)
-    assert hookstats.load(tmp_path / "run").steps == [7]
-    with pytest.raises(ValueError, match="expected a recorded step, got none"):
-        hookstats.load(tmp_path / "other")
-
-
-@pytest.mark.parametrize("under", ["", "run", "run/deeper"])
-def test_a_file_where_a_directory_was_expected_is_told(tmp_path: Path, under: str) -> None:
-    file = tmp_path / "a_file"
-    file.write_text("mine")
-    with pytest.raises(NotADirectoryError, match=r"record: expected a directory, or .* is a file"):
-        hookstats.record(file / under).begin({"rank": 0})
-    assert file.read_text() == "mine"

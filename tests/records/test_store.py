@@ -433,39 +433,6 @@ def test_an_attempt_goes_on_after_its_writer_died_and_not_after_it_ended(tmp_pat
     assert (known.settings, known.dropped) == ({"a": 1}, 7)
 
 
-_BOUNDED = """
-import sys
-from pathlib import Path
-from tests.records import recorded
-from hookstats.records import parts, store
-from hookstats.records.store import Store
-store.ROW_GROUP = parts.ROW_GROUP = 2000  # of which it holds some at once, however long the run is
-store = Store(Path(sys.argv[1]) / "rank=0")
-store.begin(0, {})
-frame = recorded.measured(1)  # of totals alone
-sizes = []
-for step in range(1600):
-    frame.step = step
-    store.add(frame)
-    if step % 50 == 49:
-        store.commit(step)
-        while store.merge():
-            pass
-    if step % 400 == 399:
-        peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
-        sizes.append(int(peak.split()[1]) >> 10)
-print(*sizes)
-"""
-
-
-def test_memory_does_not_grow_with_the_steps(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", _BOUNDED, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
-    sizes = [int(size) for size in done.stdout.split()]
-    assert len(sizes) == 4, done.stderr
-    assert sizes[-1] <= 200
-    assert sizes[-1] - sizes[1] <= 8, sizes
-
-
 def test_what_was_broken_off_goes_and_what_is_not_ours_stays(tmp_path: Path) -> None:
     """A commit whose `steps` has not got its name, a file that is half written, one that a wider one covers."""
     keep(tmp_path, [recorded.measured(step) for step in range(3)])
