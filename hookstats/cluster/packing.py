@@ -23,7 +23,7 @@ from hookstats.numbers.fields import (
     histogram_shape,
     in_order,
 )
-from hookstats.numbers.frame import AT_END, OF_OPTIMIZER, Sites, StepFrame, wholes_of
+from hookstats.numbers.frame import AT_END, OCCASIONS, OF_OPTIMIZER, Sites, StepFrame, wholes_of
 from hookstats.numbers.kinds import kind_of
 from hookstats.numbers.ranks import Spread
 
@@ -293,7 +293,7 @@ class _Compared:
             hashes, readings = self._hashes(frame), np.zeros(len(self._rows), np.int64)
             if frame.readings is not None:
                 readings = frame.readings[self._rows]
-            phases = readings % 4
+            phases = readings % OCCASIONS
             hashes[self._is_reduced & (phases == AT_END) & (hashes != SILENT)] = UNUSED
             held.hashes[self._to] = hashes
             held.phases[self._to] = np.where(hashes == SILENT, NEVER, phases)

@@ -38,8 +38,9 @@ from hookstats.numbers.ranks import ALONE, Drift, Spread, StepRanks
 from hookstats.numbers.site_stats import SiteStats
 
 # When a parameter was measured: as the step ended, as an optimizer stepped, or when somebody asked for gradients. It is
-# a reading modulo 4; divided by OF_OPTIMIZER, that is the number of steps that optimizers of the model had begun.
+# a reading modulo OCCASIONS; over OF_OPTIMIZER, that is the number of steps that optimizers of the model had begun.
 AT_END, AT_OPTIMIZER, BEFORE_CLIPPING = 1, 2, 3
+OCCASIONS = 4
 OF_OPTIMIZER = 1 << 24
 COUNTERS = 2  # between the moments of a state and its histogram: calls, and when the first of them came, on its device
 _CHUNK = 1 << 16  # channels whose states are put together at once: 5 MB

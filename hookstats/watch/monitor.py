@@ -444,9 +444,7 @@ class Monitor:
             self._delivery.receive(wait=True)
             if is_whole:
                 self._delivery.send_last(self._step, self._scalars({}))
-            if (
-                error is None
-            ):  # else this rank's last step may never come, and then waiting for others would only time out
+            if error is None:  # else this rank's last step may never come, and waiting for others would only time out
                 self._delivery.wait_for_ranks(_JOIN_SECONDS)
             self._delivery.close()
             self._store.clear()

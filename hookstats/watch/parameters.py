@@ -21,7 +21,7 @@ from hookstats.modules.channels import parameter_channels
 from hookstats.modules.selection import Slot
 from hookstats.modules.sharding import is_dtensor, sharding_of
 from hookstats.numbers.fields import Site
-from hookstats.numbers.frame import BEFORE_CLIPPING, OF_OPTIMIZER
+from hookstats.numbers.frame import BEFORE_CLIPPING, OCCASIONS, OF_OPTIMIZER
 from hookstats.numbers.kinds import is_of_kind, kind_of
 from hookstats.watch.batches import Batches, ByIdentity, Owner, Parameter, part_held, placing
 from hookstats.watch.binding import SiteBinder
@@ -345,7 +345,7 @@ class Parameters:
         self, owners: list[Owner], found: list[torch.Tensor | None], by_optimizer: bool, before: bool = False
     ) -> None:
         """These have been measured together in the open step, as far as they were found. before: clipping, maybe."""
-        self._readings += 4
+        self._readings += OCCASIONS
         capturing = is_capturing()
         for (each, kind), tensor in zip(owners, found, strict=True):
             if tensor is None:
