@@ -20,6 +20,7 @@ from hookstats.modules.sharding import Sharding, is_dtensor, sharding_of
 from hookstats.numbers.fields import Site
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.flags import is_capturing
+from hookstats.watch.graphs import mark_static_address
 from hookstats.watch.hooks import SiteSpec
 from hookstats.watch.ignoring import rows_on
 from hookstats.watch.memory import local_part
@@ -219,7 +220,7 @@ class Attentions:
         if device not in self._turns:
             with torch.inference_mode(False):
                 self._turns[device] = torch.full((1,), self._turn, device=device)
-            torch._dynamo.mark_static_address(self._turns[device])
+            mark_static_address(self._turns[device])
         return self._turns[device]
 
     def begin_step(self) -> None:

@@ -7,10 +7,13 @@ others keep their order.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import sys
 import threading
 import weakref
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
 from typing import Any
 from weakref import WeakSet
 
@@ -89,6 +92,45 @@ def _comes_after(other: object, stage: int, newest_first: bool) -> bool:
     return isinstance(other, ModuleHook) and (other.stage > stage or (newest_first and other.stage == stage))
 
 
+def when_the_compiler_is_imported(act: Callable[[], None]) -> None:
+    """Call this at once if torch._dynamo is imported, else as soon as anybody imports it.
+
+    The import takes a second or two, which a program that compiles nothing should not pay. torch.compile is told what
+    it has to know of hooks before it can compile anything.
+    """
+    if "torch._dynamo" in sys.modules:
+        act()
+    else:
+        sys.meta_path.insert(0, _CompilerWatch(act))
+
+
+class _CompilerWatch(MetaPathFinder):
+    """Finds nothing itself: has something done after the one who finds torch._dynamo has imported it."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != "torch._dynamo":
+            return None
+        with contextlib.suppress(ValueError):  # another thread may have begun the same import
+            sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_act(module: Any) -> None:
+            execute(module)
+            try:
+                self._act()
+            except Exception:  # which would be one of the program's import
+                _log.warning("graphs may be compiled without hookstats' hooks", exc_info=True)
+
+        spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
+        return spec
+
+
 class _Guards:
     """Makes graphs look at hooks while any of ours hangs: one is used for modules without hooks only if they have none.
 
@@ -96,21 +138,28 @@ class _Guards:
     same class that has some: a second model, an EMA copy, one of many equal blocks. What was compiled so is forgotten.
     What is compiled from then on notices by itself which hooks come and go, and need not be. If nothing is, torch's
     default comes back with the last hook that is removed.
-
-    This imports the compiler, as torch's optimizers do, too. The first time that takes a second or two.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a finalizer may take hooks off meanwhile
         self._hooks: WeakSet[ModuleHook] = WeakSet()  # a model that is no more has none
         self._changed = False
+        self._waits = False  # for the compiler, which nobody has imported
 
     def hangs(self, hook: ModuleHook) -> None:
+        with self._lock:
+            self._hooks.add(hook)
+            if self._waits:
+                return
+            self._waits = True
+        when_the_compiler_is_imported(self._change)
+
+    def _change(self) -> None:
         from torch._dynamo import config
 
         with self._lock:
-            self._hooks.add(hook)
-            if not config.skip_nnmodule_hook_guards:
+            self._waits = False
+            if not self._hooks or not config.skip_nnmodule_hook_guards:
                 return
             config.skip_nnmodule_hook_guards, self._changed = False, True
         if has_compiled():  # without the lock: this may wait for whoever compiles
@@ -119,12 +168,12 @@ class _Guards:
 
     def takes_off(self, hook: ModuleHook | None) -> None:
         """None: it was gone already."""
-        from torch._dynamo import config
-
         with self._lock:
             if hook is not None:
                 self._hooks.discard(hook)
             if not self._hooks and self._changed and not has_compiled():
+                from torch._dynamo import config
+
                 config.skip_nnmodule_hook_guards, self._changed = True, False
 
 

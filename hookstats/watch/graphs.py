@@ -7,7 +7,6 @@ graph is traced, equal modules share their graphs, and a site is made when its f
 from __future__ import annotations
 
 import functools
-import threading
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ import torch
 from hookstats import _native
 from hookstats._warn import WarnOnce
 from hookstats.modules.containers import walk
+from hookstats.modules.order import when_the_compiler_is_imported
 from hookstats.modules.sharding import Sharding, is_dtensor, sharding_of
 from hookstats.watch.flags import MONITORS
 from hookstats.watch.ignoring import rows_on
@@ -138,17 +138,14 @@ def sharding_noted(note: str, dim: int) -> Sharding | None:
     return sharding_of(_placed[note], dim) if note else None
 
 
-_teaching = threading.Lock()
-
-
-def teach_the_compiler(*hooks: Any) -> None:
-    """Imports the compiler, the first time. hooks: the functions by which hooks enter Python."""
-    with _teaching:
-        _teach(*hooks)
-
-
 @functools.cache
+def teach_the_compiler(*hooks: Any) -> None:
+    """Tell the compiler, once it is imported, by which functions hooks enter Python."""
+    when_the_compiler_is_imported(lambda: _teach(*hooks))
+
+
 def _teach(*hooks: Any) -> None:
+    import torch._dynamo
     from torch._C._dynamo import eval_frame
 
     torch._dynamo.allow_in_graph(_observe_wrapper)
@@ -157,6 +154,14 @@ def _teach(*hooks: Any) -> None:
         # operator each, and dynamo gives those up for good that it first sees while nothing is measured.
         skip = eval_frame._FrameAction.SKIP
         eval_frame.set_code_exec_strategy(hook.__code__, eval_frame._FrameExecStrategy(skip, skip))
+
+
+def mark_static_address(tensor: torch.Tensor) -> None:
+    """Do what torch._dynamo's function of this name does, without importing it.
+
+    Else mode="reduce-overhead" gives up, because the tensor seems to change.
+    """
+    tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
 
 
 _MOVES_INPUTS = torch.__version__ < "2.13"

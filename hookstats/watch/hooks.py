@@ -15,7 +15,7 @@ from hookstats.modules.containers import REST, walk
 from hookstats.modules.order import ModuleHook
 from hookstats.modules.sharding import Sharding
 from hookstats.numbers.fields import Site
-from hookstats.watch.graphs import is_measured, observe, observe_gradient, observe_in_graph
+from hookstats.watch.graphs import is_measured, mark_static_address, observe, observe_gradient, observe_in_graph
 from hookstats.watch.memory import Entry, Place, Rows, SiteState
 
 Kinds: TypeAlias = tuple[str | None, str | None]  # of a hook's sites: the tensor's, its gradient's
@@ -152,7 +152,7 @@ class Hook(ModuleHook, _native.Hook):
         slots = self.binder.store.slots(device)
         _native.lay_slots(self, *slots)
         for slot in slots:
-            torch._dynamo.mark_static_address(slot)  # else mode="reduce-overhead" gives up, as it seems to change
+            mark_static_address(slot)
         self.slot, self.gradient_slot = slots if self.spec.kinds[1] else (slots[0], None)
 
     def watches_gradient(self, path: str) -> bool:
