@@ -36,7 +36,7 @@ _failing = threading.Lock()
 
 
 def take_failures() -> dict[int, tuple[str, int]]:
-    """What went wrong inside backward since it was asked last."""
+    """Return the failures inside backward since the last call."""
     with _failing:
         found = dict(_failures)
         _failures.clear()
@@ -44,7 +44,7 @@ def take_failures() -> dict[int, tuple[str, int]]:
 
 
 class _Observed:
-    """What a hook measures into: the SiteStates of an output and of its gradient, either may be None."""
+    """The SiteStates that a hook measures into: of an output and of its gradient, either may be None."""
 
     def __init__(self, output: Any, gradient: Any, in_graph: Callable[..., Any], is_table: bool) -> None:
         self.output, self.gradient = output, gradient
@@ -56,7 +56,7 @@ class _Observed:
         self.in_graph, self.is_table = in_graph, is_table
 
     def knows(self, ndim: int) -> bool:
-        """Whether it is known where the channels of such a tensor lie: csrc/ops.h."""
+        """Return whether the channel dimension of such a tensor is known: csrc/ops.h."""
         return self.knows_all or ndim > 7 or bool(self.channel_dim >> 4 * ndim & 15)
 
     def measure(self, x: torch.Tensor, is_output: bool, rows: Rows | None) -> bool:
@@ -74,7 +74,7 @@ _slot_at: dict[int, int] = {}  # on GPUs, by address
 
 
 class Hook:
-    """What `hookstats.watch.hooks.Hook` has of the extension: the sites that it measures into."""
+    """The extension's part of `hookstats.watch.hooks.Hook`: the sites that it measures into."""
 
     __slots__ = ("number", "observed", "parts_in_graphs", "slots")
     number: int
@@ -98,13 +98,13 @@ def _checked(hook: Any) -> Any:
 
 
 def bind(hook: Any, output: Any, gradient: Any, in_graph: Callable[..., Any], is_table: bool) -> None:
-    """From now on `observe` folds into these SiteStates: csrc/hook.cpp."""
+    """Make `observe` fold into these SiteStates from now on: csrc/hook.cpp."""
     nothing = output is None and gradient is None
     _checked(hook).observed = None if nothing else _Observed(output, gradient, in_graph, is_table)
 
 
 def lay_slots(hook: Any, output: torch.Tensor, gradient: torch.Tensor) -> None:
-    """From now on these tensors, int64 [1], are what a graph gives to the operator `observe` in the hook's place."""
+    """Let a graph give these tensors, int64 [1], to the operator `observe` in the hook's place."""
     for number, slot in enumerate((output, gradient), 2 * _checked(hook).number):
         slot.fill_(number)
         if not slot.is_cpu:
@@ -113,7 +113,7 @@ def lay_slots(hook: Any, output: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def set_part(hook: Any, path: str, part: Any) -> None:
-    """What graphs meet at a path of a hook's container is another hook's."""
+    """Give another hook what graphs find at a path of a hook's container."""
     _checked(hook).parts_in_graphs[path] = _checked(part)
 
 
@@ -136,7 +136,7 @@ def observe(x: Any, hook: Any) -> Any:
 
 
 def _is_unwatched() -> bool:
-    """Whether no mode is active, which is not to see what is done here; as subclasses are not."""
+    """Return whether no mode is active: neither modes nor subclasses may see what is done here."""
     return not (torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
 
 
@@ -178,7 +178,7 @@ def _measure(x: torch.Tensor, observed: _Observed) -> None:
 
 
 def _hang(x: torch.Tensor, hook: Callable[..., Any]) -> None:
-    """What x.register_hook does, without a handle, which takes three times as long."""
+    """Register a hook as x.register_hook does, without a handle, which takes three times as long."""
     hooks: Any = x._backward_hooks
     if hooks is None:
         x._backward_hooks = hooks = OrderedDict()  # of which handles have weak references
@@ -215,7 +215,7 @@ def _observe_in_graph(
     row_index: torch.Tensor | None = None,
     kept: torch.Tensor | None = None,
 ) -> None:
-    """What a compiled graph calls for a tensor: csrc/hook.cpp."""
+    """Measure a tensor of a compiled graph, which calls this: csrc/hook.cpp."""
     if has_no_data(x) or has_no_data(slot):
         return
     if slot.dtype != torch.int64 or slot.numel() != 1:

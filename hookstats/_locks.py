@@ -1,4 +1,4 @@
-"""Whether the one who writes a file is alive: locks that others see until it lets go, or ends. Linux.
+"""Locks on files that show whether the writer of a file is alive: others see one until its owner ends. Linux.
 
 Locks of open file descriptions. POSIX's own (lockf) go as soon as this process closes any descriptor of the file, be it
 that of a reader. flock would do on a local disk, but is something else on NFS, depending on its version; these are sent
@@ -46,7 +46,7 @@ class Lock:
 
 
 def is_locked(descriptor: int) -> bool:
-    """Whether somebody else's descriptor holds the lock of an open file. It is not taken to find out."""
+    """Return whether another descriptor holds the lock of an open file. The lock is not taken to find out."""
     try:
         told = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, *_EVERYTHING))
     except OSError:  # a file system without locks

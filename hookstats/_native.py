@@ -80,7 +80,7 @@ def _glue(path: Path) -> Any:
 
 
 def glues_in(package: Path) -> dict[str, Path]:
-    """By the minor version of torch, ascending, those that this Python can load."""
+    """Return the glues that this Python can load, by the minor version of torch, ascending."""
     found = {}
     for suffix in EXTENSION_SUFFIXES:
         for path in package.glob(f"_glue/torch*/_C{suffix}"):
@@ -190,7 +190,7 @@ def part(memory: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch
 
 
 def build_info() -> dict[str, Any]:
-    """What was built: the torch of the glue that was loaded (None: none fits, and ``without_glue`` says why), and all
+    """Describe the build: the torch of the loaded glue (None: none fits, and ``without_glue`` says why), and all
     that there is glue for; the CUDA toolkit's version (None: kernels for the CPU alone) and GPU architectures; dtypes,
     fields.
     """

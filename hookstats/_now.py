@@ -1,4 +1,4 @@
-"""What hooks measure now, in Python: which monitors are open, for whom, which rows count, and the time that it takes.
+"""The state of measuring, in Python: which monitors are open, for whom, which rows count, and the time that it takes.
 
 It does what now.h and times.h of csrc do for a torch that no glue fits, see _hook.py.
 """
@@ -30,13 +30,13 @@ def load(ops: Operators) -> None:
 
 
 def name_thread(ident: int) -> None:
-    """For the threads of this one's backward."""
+    """Leave this thread's identity for the threads of its backward."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(ident))  # torch 2.11 takes a reference that it was not given
     torch._C._stash_obj_in_tls(_THREAD, ident)
 
 
 def _here(found: Callable[[int], _Found | None]) -> _Found | None:
-    """What is found for this thread, or, in a backward, for the one that called it."""
+    """Return what is found for this thread, or, in a backward, for the thread that called it."""
     own = found(threading.get_ident())
     if own is not None or not backward_is_running():
         return own
@@ -86,7 +86,7 @@ class Span:
 
 
 class Rows(NamedTuple):
-    """What counts of the tensors that a mask is about: csrc/ops.h."""
+    """The rows that count of the tensors that a mask is about: csrc/ops.h."""
 
     row_index: torch.Tensor
     kept: torch.Tensor
@@ -108,7 +108,7 @@ def _written(rows: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Rows]:
 
 
 class Counted:
-    """What counts of the tensors that a thread measures, where it has rows ignored: for each device."""
+    """The rows that count of the tensors that a thread measures, where it ignores some: for each device."""
 
     def __init__(self, thread: int) -> None:
         self.thread = thread
@@ -126,7 +126,7 @@ class Counted:
 
 
 class Enabled:
-    """What all hooks of a monitor share: whether and what they measure."""
+    """The state that all hooks of a monitor share: whether and what they measure."""
 
     def __init__(self, open: torch.Tensor) -> None:
         """open: one int32 on the CPU, zero while nothing is to be measured."""
@@ -143,25 +143,25 @@ class Enabled:
         self._counted: Sequence[Counted] = ()
 
     def decide_by(self, root: torch.nn.Module | None) -> None:
-        """Its `training` decides; None: nothing does."""
+        """Let a module's `training` decide; None: nothing does."""
         self._root = None if root is None else weakref.ref(root)
 
     def count(self, all: Sequence[Counted]) -> None:
-        """Of all threads; the innermost last."""
+        """Set the rows that count, of all threads; the innermost last."""
         self._counted = tuple(all)
 
     @property
     def leaves_out(self) -> bool:
-        """Whether a forward that runs now is evaluation, which is not measured."""
+        """Return whether a forward that runs now is evaluation, which is not measured."""
         root = None if self._root is None else self._root()
         return root is not None and vars(root).get("training") is False
 
     def counts_now(self) -> bool:
-        """Whether a forward that runs now counts. A recomputation belongs to a forward that did."""
+        """Return whether a forward that runs now counts. A recomputation belongs to a forward that did."""
         return not self.leaves_out or backward_is_running()
 
     def is_open_here(self) -> bool:
-        """What a CUDA graph captures is in every step: in each replay the flag on the device decides."""
+        """Return whether to measure here. A CUDA graph captures always: in a replay the flag on the device decides."""
         return bool(self.is_open.value) or (not self.is_paused and _is_capturing())
 
     def counted_here(self) -> Counted | None:
@@ -201,7 +201,7 @@ class _Answer(NamedTuple):
 
 
 class Now:
-    """What compiled graphs look at before they run, in guards: csrc/now.h.
+    """The values that guards of compiled graphs read before the graphs run: csrc/now.h.
 
     A node of the graph does not tell Python its thread: where a thread has given no answer, that of any counts.
     """
@@ -236,7 +236,7 @@ class Now:
 
     @_as_in_c
     def rows(self) -> dict[str, tuple[tuple[torch.Tensor, torch.Tensor], ...]]:
-        """By monitor. Whoever asks goes on to use them on the current stream."""
+        """Return the rows by monitor. The caller goes on to use them on the current stream."""
         all = self._answer().rows
         for made in all.made.values():
             for each in made:
@@ -268,7 +268,7 @@ class Now:
 
 
 class Part:
-    """One monitor's part of it, as an object of its own, because guards look at attributes."""
+    """The part of one monitor, as an object of its own, because guards read attributes."""
 
     def __init__(self, now: Now, enabled: Enabled) -> None:
         self._now, self._enabled = now, enabled

@@ -27,26 +27,26 @@ _NAMES += ["make_totals", "totals_table", "take_totals", "make_batch", "accumula
 
 
 def has_no_data(x: torch.Tensor) -> bool:
-    """Of wrappers without memory of their own: fake and meta tensors, and what functorch makes."""
+    """Return whether a tensor is a wrapper without memory of its own: fake, meta, or made by functorch."""
     if x.is_meta or not torch._C._has_storage(x):
         return True
     return type(x) not in _PLAIN and torch._C._dispatch_keys(x).has(_PYTHON)
 
 
 def backward_is_running() -> bool:
-    """Whether this thread is inside backward(): a forward seen there is a recomputation."""
+    """Return whether this thread is inside backward(): a forward seen there is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 def number_of(device: torch.device) -> int:
-    """As the operators are told of a device."""
+    """Return the number by which operators know a device."""
     if device.type != "cuda":
         return -1
     return torch.cuda.current_device() if device.index is None else device.index
 
 
 class Operators:
-    """Those of a library, by name (csrc/*.cpp says what they do), and what it says of itself: ``constants``."""
+    """The operators of a library, by name (csrc/*.cpp describes them), and its ``constants``."""
 
     def __init__(self, namespace: str, library: Path | None = None) -> None:
         """library: loaded here, so that only who is linked with it sees its symbols; None: it is loaded."""
@@ -152,7 +152,7 @@ class MadeOn:
             self._event.record(self._stream)
 
     def used_here(self, memory: Iterable[torch.Tensor]) -> None:
-        """Before a launch on the current stream that uses it: there it comes behind the writing, and the memory is not
+        """Prepare a launch on the current stream that uses it: it comes after the writing, and the memory is not
         given to others before the launch has ended.
 
         What was made in a capture can be waited for there alone. Before a capture, torch has waited for all.
@@ -204,7 +204,7 @@ class Batch:
         return sorted(failures)
 
     def _keep_tables(self) -> None:
-        """Where several streams launch, the memory of what they read is given to others only behind all of them."""
+        """Keep tables that several streams read until all of their launches have ended."""
         for device in self._devices:
             self._streams.add(here := torch.cuda.current_stream(device))
             if len(self._streams) > len(self._devices) and not torch.cuda.is_current_stream_capturing():
@@ -242,7 +242,7 @@ class Copies:
         self.give_up_spares()
 
     def take(self, blocks: list[torch.Tensor], clear: bool) -> list[torch.Tensor]:
-        """As the blocks are between two kernels; then they may be made zero."""
+        """Begin a copy of blocks as they are between two kernels; `clear` sets them to zero afterwards."""
         with torch._C._DisableTorchDispatch():  # memory is to be real, whatever mode is active
             taken: list[torch.Tensor] = self._ops.take_copies(self._held.number, blocks, clear)
         return taken
@@ -273,7 +273,7 @@ def set_flags(ops: Operators, flags: Iterable[torch.Tensor], value: int) -> None
 
 
 def give_away(ops: Operators, blocks: Sequence[torch.Tensor]) -> None:
-    """Before blocks of state, all on one device, are freed: others get the memory behind all launches there."""
+    """Prepare blocks of state, all on one device, for being freed: others get the memory after all launches there."""
     if not blocks:
         return
     device = blocks[0].device

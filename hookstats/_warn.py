@@ -1,4 +1,4 @@
-"""What users are told while training goes on: warnings, which never stop it. Knows nothing of torch."""
+"""Warnings for users while training goes on, which never stop it. Knows nothing of torch."""
 
 from __future__ import annotations
 

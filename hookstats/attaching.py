@@ -177,7 +177,7 @@ def _let_go(handles: list[Any], binder: SiteBinder, joined: Joined | None) -> No
 
 
 class _Parts(NamedTuple):
-    """What measures."""
+    """The parts of a monitor that measure."""
 
     binder: SiteBinder
     parameters: Parameters
@@ -264,7 +264,7 @@ def _settings(
     channels_every: int,
     options: Options,
 ) -> dict[str, Any]:
-    """What a recording keeps of a run."""
+    """Return the settings of a run that a recording keeps."""
     return {
         "rank": torch.distributed.get_rank() if _is_distributed() else 0,
         "world_size": torch.distributed.get_world_size() if _is_distributed() else 1,
@@ -319,7 +319,7 @@ def _report_model(model: nn.Module) -> None:
 
 
 def _dtypes_of(model: nn.Module) -> set[torch.dtype]:
-    """Of its tensors, and those that autocast makes of them."""
+    """Return the dtypes of its tensors, and those to which autocast converts them."""
     own = {each.dtype for each in (*model.parameters(), *model.buffers())}
     return own | {torch.float32, torch.bfloat16, torch.float16}
 

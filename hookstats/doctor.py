@@ -57,7 +57,7 @@ def doctor() -> int:
 
 
 def lines() -> list[Line]:
-    """In the order in which one needs the other."""
+    """Return the lines of the report, in the order in which one needs the other."""
     found = [Line("ok", "python", f"{platform.python_version()}, {platform.system()} {platform.machine()}")]
     found.append(Line("ok", "hookstats", f"{_own_version()} in {Path(__file__).parent}"))
     try:
@@ -138,7 +138,7 @@ def _gpu(torch: Any, is_built: bool) -> list[Line]:
 
 
 def _runs_on(capability: tuple[int, int], architectures: list[str]) -> bool:
-    """Whether there is code for a GPU: of its own generation and not newer, or PTX of an older one."""
+    """Return whether there is code for a GPU: of its own generation and not newer, or PTX of an older one."""
     for name in architectures:
         major, _, minor = name.removesuffix("+PTX").partition(".")
         built = (int(major), int(minor))
@@ -148,7 +148,7 @@ def _runs_on(capability: tuple[int, int], architectures: list[str]) -> bool:
 
 
 def _nvcc() -> str | None:
-    """What it says of itself."""
+    """Return the version that nvcc prints."""
     homes = [f"{home}/bin" for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
     path = shutil.which("nvcc", path=os.pathsep.join([*homes, os.environ.get("PATH", ""), f"{_TOOLKIT}/bin"]))
     if path is None:

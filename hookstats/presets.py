@@ -15,7 +15,7 @@ _log = logging.getLogger("hookstats")
 
 
 def language_model(model: nn.Module) -> dict[str, Any]:
-    """What those who train language models watch: what `attach` does by default, optimizer states, attention, routers.
+    """Arguments for language models: the defaults of `attach`, optimizer states, attention, routers.
 
         monitor = hookstats.attach(model, **hookstats.presets.language_model(model))
 

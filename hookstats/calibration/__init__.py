@@ -1,1 +1,1 @@
-"""What a model's layers are given, gathered over any number of batches, for quantisation and pruning after training."""
+"""Statistics of the inputs of layers, over any number of batches, for quantisation and pruning after training."""

@@ -42,7 +42,7 @@ class Stacked:
         return f"{self._name}.{number}.{self._key}".lstrip(".")
 
     def weights(self) -> dict[str, Weight]:
-        """By the names of all experts' weights; none where no product has shown them."""
+        """Return the weights of all experts by name; none where no product has shown them."""
         if self.input_dim is None:
             return {}
         numbers = range(self.parameter.shape[0])

@@ -66,7 +66,7 @@ class InputStats:
         return tuple(np.asarray(getattr(self, field.name)).tobytes() for field in fields(self))
 
     def merge(self, other: InputStats) -> InputStats:
-        """Of this one's tokens and the other's together; both have the same channels."""
+        """Return the statistics of both's tokens together; both have the same channels."""
         tokens = max(self.tokens + other.tokens, 1)
         mine, others = self.tokens / tokens, other.tokens / tokens
         return InputStats(
@@ -91,7 +91,7 @@ def nothing(channels: int) -> InputStats:
 
 
 def from_site(stats: SiteStats) -> InputStats:
-    """From what was measured with channels and ``histogram=ExponentBins()``."""
+    """Make it from a site that was measured with channels and ``histogram=ExponentBins()``."""
     of, total, histogram = stats.channels, stats.total, stats.histogram
     assert of is not None
     assert histogram is not None

@@ -25,7 +25,7 @@ _PERCENTILES = (99.0, 99.9, 99.99)
 
 
 class Calibration(Mapping[str, InputStats]):
-    """What `hookstats.calibrate` returns: a mapping from names to `InputStats`, in the order of the model.
+    """Result of `hookstats.calibrate`: a mapping from names to `InputStats`, in the order of the model.
 
     A name is that of a module, or of one of several experts whose weights are stacked in a parameter:
     ``"layers.0.mlp.experts.3.down_proj"``.
@@ -149,7 +149,7 @@ class Calibration(Mapping[str, InputStats]):
         return f"Calibration({len(self)} layers, {silent} without a token)"
 
     def _repr_html_(self) -> str:
-        """For notebooks: the table, of 60 layers at most."""
+        """Return the table for notebooks, of 60 layers at most."""
         return html(repr(self), self._rows(), 1, self._left_out())
 
     def save(self, path: str | Path) -> None:
@@ -175,7 +175,7 @@ class Calibration(Mapping[str, InputStats]):
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module | None = None) -> Calibration:
-        """What `save` wrote.
+        """Read a file that `save` wrote.
 
         Args:
             path: of the file.

@@ -15,7 +15,7 @@ _SMALLEST = 1e-5  # of a weight's maximum and of a scale, as in the code of Smoo
 
 
 class Weight(NamedTuple):
-    """Where a weight lies. It is read when it is needed, so that it is what the model has then."""
+    """The place of a weight, which is read when it is needed, so that it is what the model has then."""
 
     module: nn.Module
     key: str = "weight"

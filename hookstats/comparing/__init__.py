@@ -1,1 +1,1 @@
-"""Where two runs part: by more than rounding explains, or how far apart they grow. No torch."""
+"""Comparison of two runs: where they differ by more than rounding explains, and how far they diverge. No torch."""

@@ -30,7 +30,7 @@ Compared: TypeAlias = Snapshot | Iterable[Snapshot] | str | Path
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two runs part by more than rounding explains.
+    """A site at which two runs differ by more than rounding explains.
 
     ``statistic``: "mean", "abs_mean", "rms", "min", "max"; "count" where the tensors are not of the same size, or one
     site was silent; "nonfinite" where there are more NaN and Inf in one. ``a``, ``b``: what it is in both, ``channel``:
@@ -78,7 +78,7 @@ class Jump(NamedTuple):
 
 
 class Comparison:
-    """What `compare` found.
+    """Result of `compare`.
 
     ``first``: the first `Divergence`, None where the runs agree to rounding. ``is_equal``: whether they are the same,
     bit for bit. ``steps``: those that both have, k of them, and ``sites``, those that both watch, n of them, in order
@@ -225,7 +225,7 @@ _EXPECTED = "a Snapshot, the directory of a run, what hookstats.load gives, or S
 
 
 def compare(a: Compared, b: Compared, *, dtype: str | None = None) -> Comparison:
-    """Where two programs part that should compute the same: what lies apart by more than rounding explains.
+    """Find where two programs that should compute the same differ by more than rounding explains.
 
     ``a``, ``b``: two Snapshots (whatever their steps), or two runs: the directory of a recorded run (whose rank 0 is
     read), what `hookstats.load` gives, or Snapshots one after another. Runs are compared in the steps that both have,

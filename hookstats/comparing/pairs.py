@@ -74,7 +74,7 @@ class Pair:
         return np.stack([rounding.bits_of_sites(each.frame)[at] for each, at in pairs])
 
     def is_equal(self) -> bool:
-        """Whether sites, their order, totals, channels and scalars are the same, bit for bit."""
+        """Return whether sites, their order, totals, channels and scalars are the same, bit for bit."""
         a, b = self.a.frame, self.b.frame
         if a.sites.names != b.sites.names:
             return False
@@ -89,7 +89,7 @@ class Pair:
         )
 
     def judged(self, units: Array, is_alike: bool) -> dict[str, Judged]:
-        """By family. units: of each site, the unit roundoff; is_alike: see `rounding.errors`."""
+        """Judge differences by family. units: of each site, the unit roundoff; is_alike: see `rounding.errors`."""
         errors = rounding.errors(units, self._kinks(), self._rows(), is_alike)
         one = np.ones_like(self._scale)
         largest = _largest(self._totals)
@@ -226,7 +226,7 @@ def _relative(a: Array, b: Array, scale: Array) -> Array:
 
 
 def _channels_of(frame: StepFrame, places: Counts, widths: Counts) -> Stats[Array]:
-    """Those of these sites, side by side."""
+    """Return the channels of these sites, side by side."""
     begins = np.cumsum(frame.sites.widths) - frame.sites.widths
     at = np.repeat(begins[places] - np.cumsum(widths) + widths, widths) + np.arange(widths.sum())
     return frame.channels.entries(at)

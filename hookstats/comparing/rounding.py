@@ -1,4 +1,4 @@
-"""What rounding explains: how far statistics of one computation may lie apart when it is done in another order.
+"""Bounds of rounding: how far statistics of one computation may differ when it is done in another order.
 
 Two programs that compute the same function round differently: sums are taken in another order, operators are fused.
 With u the unit roundoff of the dtype that values are kept in, and u32 that of float32, in which sums are taken:
@@ -86,18 +86,18 @@ _SPECIAL = 3  # values of so few bits, as 0, 1 or 6, occur in every dtype
 
 
 class Errors(NamedTuple):
-    """Of sites, how far an element is off, relative to the values' rms: root mean squares of independent parts."""
+    """Errors of elements by site, relative to the values' rms: root mean squares of independent parts."""
 
     own: Array  # drawn for each value
     alike: Array  # drawn for each channel, and the same for all its values
     flips: Array  # 1 for gradients that came through kinks which may flip, else 0
 
     def at(self, chosen: Counts) -> Errors:
-        """Those of some sites."""
+        """Return the errors of some sites."""
         return Errors(*(each[chosen] for each in self))
 
     def allowed_for_means(self, count: Array, draws: Array, peak: Array) -> Array:
-        """How far mean, abs_mean and rms of `count` values may be apart, relative to their rms.
+        """Return how far mean, abs_mean and rms of `count` values may be apart, relative to their rms.
 
         draws: how many channels there are whose errors are independent; peak: the largest magnitude over the rms.
         """
@@ -107,12 +107,12 @@ class Errors(NamedTuple):
         return result
 
     def allowed_for_extremes(self) -> Array:
-        """How far min and max may be apart, relative to the largest magnitude."""
+        """Return how far min and max may be apart, relative to the largest magnitude."""
         return HEADROOM * np.hypot(self.own, self.alike)
 
 
 def errors(units: Array, kinks: Counts, rows: Array, is_alike: bool) -> Errors:
-    """Of sites in order of execution: after D of them it is e sqrt(D).
+    """Return the errors of sites in order of execution: after D of them it is e sqrt(D).
 
     units: unit roundoffs; kinks: how many a gradient came through, 0 for what is no gradient; rows: over how many a
     parameter's gradient is summed, 0 for all else; is_alike: whether one program may hold coarser weights than the

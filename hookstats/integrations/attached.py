@@ -1,4 +1,4 @@
-"""What the trainers' callbacks share: attached while a trainer trains, one step for each of its own, nothing between.
+"""The shared part of trainers' callbacks: attached while a trainer trains, one step for each of its own.
 
 A monitor is paused whenever the trainer is not in a batch, so that evaluation, sanity checks and what other callbacks
 run are left out.

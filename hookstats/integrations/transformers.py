@@ -107,7 +107,7 @@ class HookStats(Attached, TrainerCallback):  # type: ignore[misc]
 
 
 class _Training(NamedTuple):
-    """What a callback trains."""
+    """The training that a callback belongs to."""
 
     last: weakref.ref[torch.nn.Module]  # of the model's modules: the same whatever the model is wrapped in
     state: weakref.ref[Any]  # the trainer has a new one for each training, and gives it to all callbacks
@@ -118,7 +118,7 @@ class _Training(NamedTuple):
         return cls(weakref.ref(last), weakref.ref(state))
 
     def has_raised(self, now: _Training) -> bool:
-        """Whether another training of the same model has begun before this one ended."""
+        """Return whether another training of the same model has begun before this one ended."""
         return self.last() is now.last() and self.state() is not now.state()
 
 

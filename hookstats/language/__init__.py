@@ -1,1 +1,1 @@
-"""What language models are watched for besides their modules' outputs: attention logits, routers."""
+"""Measurements of language models besides their modules' outputs: attention logits, routers."""

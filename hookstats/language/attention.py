@@ -77,7 +77,7 @@ class Attention(Fed):
             self.carefully(self._see_logits, logits)
 
     def _with_heads(self, logits: Any) -> Any:
-        """Where heads and items of the batch are one dimension, they become two."""
+        """Split a dimension that holds both heads and items of the batch into two."""
         if logits.dim() == 3 and self.heads and len(logits) % self.heads == 0:
             return logits.unflatten(0, (-1, self.heads))
         return logits
@@ -90,7 +90,7 @@ class Attention(Fed):
                 note_sharding_of(entry, sharding, self._binder.store.clears)
 
     def _sharding(self, heads: int) -> Sharding | None:
-        """Of so many heads here. Tensor parallelism cuts the weights of queries by rows, and q is a plain tensor."""
+        """Return the sharding of so many heads here. With tensor parallelism q is a plain tensor, a part by rows."""
         module = None if self._weights is None else self._weights()
         weights: Any = () if module is None else module.parameters()
         for weight in weights:
@@ -143,7 +143,7 @@ def _as_tensor(mask: Any, device: torch.device) -> torch.Tensor | None:
 
 
 class _Watching:
-    """That a monitor watches a module; as a handle."""
+    """A handle: a monitor watches a module until it is removed."""
 
     def __init__(self, module: nn.Module, attention: Attention) -> None:
         hooks = module._forward_pre_hooks.values()
@@ -169,7 +169,7 @@ def _weighing(name: str, modules: dict[str, nn.Module]) -> nn.Module:
 
 
 class Attentions:
-    """Those of a model that a monitor watches, and those that it is given by hand."""
+    """The attentions of a model that a monitor watches, and those that it is given by hand."""
 
     def __init__(self, binder: SiteBinder, rows: int | None, keeps: bool) -> None:
         """rows: of each head, how many queries are looked at; None: all. keeps: whether heads are kept apart."""
@@ -191,7 +191,7 @@ class Attentions:
     def by_hand(
         self, q: Any, k: Any, name: str, mask: Any = None, is_causal: bool = False, scale: float | None = None
     ) -> None:
-        """As `Monitor.attention`."""
+        """Implement `Monitor.attention`."""
         found = self._by_hand.get(name)
         if torch.compiler.is_compiling():
             if found is not None:
@@ -216,7 +216,7 @@ class Attentions:
         found.see(q, k, mask, is_causal, scale, 0.0)
 
     def turn_on(self, device: torch.device) -> torch.Tensor:
-        """Which rows are looked at now: int64 [1], the same tensor for as long as the monitor lives."""
+        """Return the turn, which chooses rows: int64 [1], the same tensor for as long as the monitor lives."""
         if device not in self._turns:
             with torch.inference_mode(False):
                 self._turns[device] = torch.full((1,), self._turn, device=device)

@@ -1,4 +1,4 @@
-"""What attention and routers have in common: sites that are given numbers which are computed from what runs."""
+"""The shared part of attention and routers: sites of numbers that are computed while a module runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Fed:
         self.hooks = tuple(binder.late_hook(spec, device, make) for spec in specs)
 
     def is_wanted(self) -> bool:
-        """Whether what runs now is measured. Can be traced."""
+        """Return whether what runs now is measured. Can be traced."""
         if torch.compiler.is_compiling():
             return is_measured(self.hooks[0])
         if not self._binder.measures_now() or order.recomputing() or torch._C._is_tracing():
@@ -36,7 +36,7 @@ class Fed:
         return torch._guards.TracingContext.try_get() is None
 
     def carefully(self, see: Callable[..., None], *what: Any) -> None:
-        """What cannot be measured is left out."""
+        """Leave a site out if it cannot be measured, instead of raising."""
         try:
             with self._binder.span_of_a_hook():
                 see(*what)

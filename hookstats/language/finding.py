@@ -1,4 +1,4 @@
-"""Which modules of a model compute attention, and which are routers: by evidence."""
+"""Finds by evidence which modules of a model compute attention, and which are routers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CALLS = {
 
 
 def attentions(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Those whose forward calls a function of attention, or whose class is named after it."""
+    """Find modules whose forward calls a function of attention, or whose class is named after it."""
     return {name: module for name, module in modules.items() if any(map(_may_attend, type(module).__mro__))}
 
 
@@ -40,7 +40,7 @@ def _names_in(code: types.CodeType) -> set[str]:
 
 
 class Router(NamedTuple):
-    """What chooses the experts of a mixture."""
+    """A module that chooses the experts of a mixture."""
 
     module: nn.Module
     gate: nn.Module  # what computes its logits: itself, or a module inside it
@@ -49,7 +49,7 @@ class Router(NamedTuple):
 
 
 def routers(modules: Mapping[str, nn.Module]) -> dict[str, Router]:
-    """Those beside a module named "experts", or of such a class, with a weight that has a row for each; by name."""
+    """Find routers: beside a module named "experts", or of such a class, with a weight that has a row for each."""
     found: dict[str, Router] = {}
     for name, parent in modules.items():
         children = dict(parent.named_children())
@@ -79,7 +79,7 @@ _TOP_K = (
 
 
 def _experts_of(parent: nn.Module, children: Mapping[str, nn.Module]) -> int:
-    """How many experts it has, beside shared ones; 0: none."""
+    """Return how many experts it has, beside shared ones; 0: none."""
     for name, child in children.items():
         if not (_EXPERT.search(name) or "Experts" in type(child).__name__) or "shared" in name:
             continue

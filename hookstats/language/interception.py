@@ -42,7 +42,7 @@ class Entering(order.ModuleHook):
 
 
 class Leaving(order.ModuleHook):
-    """Its forward has ended."""
+    """Hook on an attention that notes that its forward has ended."""
 
     def __init__(self, entering: Entering) -> None:
         self.entering = entering
@@ -104,7 +104,7 @@ def _trace_looks_around(context: Any) -> None:
 
 
 def _set_locals(context: Any, **values: Any) -> None:
-    """Of the function that is traced: to a bool, or to what the tracer has of something."""
+    """Set locals of the function that is traced: to a bool, or to the tracer's variable of something."""
     from torch._dynamo.variables import ConstantVariable  # which nobody needs who compiles nothing
 
     try:
@@ -116,7 +116,7 @@ def _set_locals(context: Any, **values: Any) -> None:
 
 
 def enter(module: Entering) -> None:
-    """Its forward begins. Can be traced."""
+    """Note that its forward begins. Can be traced."""
     if torch.compiler.is_compiling():
         is_hook = False
         torch._dynamo.comptime.comptime(_trace_looks_around)
@@ -129,7 +129,7 @@ def enter(module: Entering) -> None:
 
 
 def leave(module: Entering) -> None:
-    """It has ended; those inside that were left by an exception have ended, too. Can be traced."""
+    """Note that it has ended, and with it those inside that were left by an exception. Can be traced."""
     if torch.compiler.is_compiling():
         is_hook = False
         torch._dynamo.comptime.comptime(_trace_looks_around)
@@ -143,7 +143,7 @@ def leave(module: Entering) -> None:
 
 
 def forget_those_left() -> None:
-    """What an exception, or a graph that broke inside of an attention, has left behind in this thread."""
+    """Forget attentions of this thread that were left by an exception, or by a graph that broke inside of one."""
     _running.stack.clear()
     _traced.clear()
     _around.clear()
@@ -248,12 +248,12 @@ def _get_interface(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_whole(mask: Any) -> bool:
-    """Whether it says all: of four dimensions, or one of blocks."""
+    """Return whether a mask says all: of four dimensions, or one of blocks."""
     return hasattr(mask, "mask_mod") or (isinstance(mask, torch.Tensor) and mask.dim() == 4)
 
 
 def _mask_of_flash(module: Any, query: Any, key: Any, padding: Any, kwargs: dict[str, Any]) -> tuple[Any, bool]:
-    """What flash kernels are told in other words: a mask, and whether it is causal besides.
+    """Convert the arguments of flash kernels to a mask, and whether it is causal besides.
 
     padding: None, or ``[batch, keys]``, 0 where a key is none.
     """
@@ -354,7 +354,7 @@ class Interception:
                     _replaced.put_back()
 
     def __del__(self) -> None:
-        """Of a monitor that nobody holds any more."""
+        """Remove it with a monitor that nobody holds any more."""
         self.remove()
 
 

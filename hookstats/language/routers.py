@@ -29,7 +29,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def _has_margin(experts: int, top_k: int) -> bool:
-    """Whether there is a logit behind those of the chosen experts, and the kernel finds it."""
+    """Return whether there is a logit after those of the chosen experts, and the kernel finds it."""
     return 0 < top_k < experts and top_k <= MOST_TOP_K
 
 
@@ -101,7 +101,7 @@ def _all_of(numbers: torch.Tensor, there: torch.Tensor) -> Rows:
 
 
 class Sites(Fed):
-    """What is measured of a router: from its logits, and the experts that tokens go to."""
+    """The sites of a router: from its logits, and the experts that tokens go to."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class WatchedRouter(order.ModuleHook):
 
 
 class Routers:
-    """Those of a model that a monitor watches, and those that it is given by hand."""
+    """The routers of a model that a monitor watches, and those that it is given by hand."""
 
     def __init__(self, binder: SiteBinder, keeps: bool) -> None:
         """keeps: whether experts are kept apart."""
@@ -217,7 +217,7 @@ class Routers:
     def by_hand(
         self, name: str, logits: Any, chosen: Any, experts: int | None = None, top_k: int | None = None
     ) -> None:
-        """As `Monitor.router`."""
+        """Implement `Monitor.router`."""
         found = self._by_hand.get(name)
         if torch.compiler.is_compiling():
             if found is not None and found.is_wanted() and (logits is None or logits.shape[-1] == found.experts):
@@ -261,7 +261,7 @@ def checked_types(name: Any, logits: Any, chosen: Any, experts: Any, top_k: Any)
 def checked(
     logits: torch.Tensor | None, chosen: torch.Tensor | None, experts: int | None, top_k: int | None
 ) -> tuple[int, int]:
-    """How many experts there are, and to how many a token goes (0: nobody says); raises as `Monitor.router`."""
+    """Return how many experts there are, and to how many a token goes (0: unknown); raises as `Monitor.router`."""
     if logits is not None:
         if logits.dtype not in _native.DTYPES or logits.dim() < 1:
             raise TypeError(

@@ -16,7 +16,7 @@ _MASKED = 0.5  # an additive mask at most so many times its dtype's smallest num
 
 
 class AttentionRows(NamedTuple):
-    """Of the queries that were looked at: ``[batch, rows, heads]``, float32, or float64 of float64.
+    """Statistics of the queries that were looked at: ``[batch, rows, heads]``, float32, or float64 of float64.
 
     ``max``, ``entropy``, ``sink``: `SoftmaxRows`' max, entropy and p_first of each row of logits. ``row_index``,
     ``kept``: the rows that attend to anything and count, as `watch.memory.Rows` has them. ``bound``: no logit of the
@@ -32,12 +32,12 @@ class AttentionRows(NamedTuple):
 
 
 def rows_of(length: int, rows: int | None) -> int:
-    """How many of `length` queries are looked at."""
+    """Return how many of `length` queries are looked at."""
     return length if rows is None else min(length, rows)
 
 
 def chosen_rows(length: int, rows: int, turn: torch.Tensor) -> torch.Tensor:
-    """Which: spread over the sequence, others at each turn, and always the last. int64, on the device of `turn`.
+    """Choose rows: spread over the sequence, others at each turn, and always the last. int64, on the device of `turn`.
 
     Of j from 0 to rows - 2, the rows floor((j (length - 1) + turn mod (length - 1)) / (rows - 1)): in length - 1 turns
     every query is met.
@@ -126,7 +126,7 @@ def _mask(logits: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor) -> None:
 
 
 def counted_rows(count: int, row_index: torch.Tensor | None, kept: torch.Tensor | None) -> torch.Tensor | None:
-    """Of so many rows, which `Monitor.ignore` leaves: bool ``[count]``. None: all, or its rows are other ones.
+    """Return which of so many rows `Monitor.ignore` leaves: bool ``[count]``. None: all, or its rows are other ones.
 
     row_index, kept: `watch.memory.Rows`.
     """
@@ -174,7 +174,7 @@ _warn_once = WarnOnce()
 def operator(
     schema: str, compute: Callable[..., list[torch.Tensor]], shapes: Callable[..., list[torch.Tensor]]
 ) -> Callable[..., list[torch.Tensor]]:
-    """For a graph, out of which an error would end training: it is told once, and the results are 0.
+    """Run a function in a graph, where an error would end training: it is said once, and the results are 0.
 
     So one of them is to say how many rows count, and none may be measured without it.
     """
@@ -224,7 +224,7 @@ def attention_rows(
     scale: float | None,
     softcap: float = 0.0,
 ) -> AttentionRows:
-    """What the softmax of some queries' logits is like. Can be traced; nothing is kept, no gradient flows.
+    """Compute statistics of the softmax of some queries' logits. Can be traced; nothing is kept, no gradient flows.
 
     q: ``[batch, heads, queries, width]``. k: ``[batch, key heads, keys, width]``, each key head for the same number of
     heads in a row. mask: None, bool (True: attend), or added to the logits; of four dimensions, 1 where it is the same

@@ -51,7 +51,7 @@ def _is_of_torch(module: nn.Module) -> bool:
 
 
 def _is_in_out(module: nn.Module, weight: torch.Tensor) -> bool:
-    """Whether a weight is [in, out], as in transformers' Conv1D: by that name, or by the size of the bias beside it."""
+    """Return whether a weight is [in, out], as in transformers' Conv1D: by that name, or by the bias's size."""
     if weight.dim() != 2 or _is_of_torch(module):
         return False
     if any(cls.__name__ == "Conv1D" and cls.__module__.startswith("transformers.") for cls in type(module).__mro__):
@@ -73,7 +73,7 @@ def _spatial_dims(module: nn.Module) -> int | None:
 
 
 def natural_channels(module: nn.Module) -> ChannelAxis:
-    """Where the channels of a module's output lie, from its type. Widths come from its own attributes."""
+    """Return where the channels of a module's output lie, from its type. Widths come from its own attributes."""
     spatial = _spatial_dims(module)
     if isinstance(module, (nn.Linear, nn.Bilinear)):
         found = ChannelAxis(-1, module.out_features)
@@ -149,7 +149,7 @@ def channel_dim_of(tensor: torch.Tensor, dim: int | None) -> int:
 
 
 def wanted_by_name(argument: str, given: int | Mapping[str, int] | None, names: Iterable[str]) -> dict[str, int]:
-    """What the caller has given for each name that it is given for. ValueError for a glob that matches none."""
+    """Return the caller's value for each name that has one. ValueError for a glob that matches none."""
     known = list(names)
     if given is None:
         return {}

@@ -39,7 +39,7 @@ def rebuilt(value: Any, change: Callable[[str, torch.Tensor], torch.Tensor]) -> 
 
 
 def _rebuilt(value: Any, change: Callable[[str, torch.Tensor], torch.Tensor], path: str) -> tuple[Any, bool]:
-    """And whether it is another object (torch.compile compares the identity of tensors, but not of every container)."""
+    """Rebuild a container, and say whether it is another object: torch.compile compares no identities of these."""
     if isinstance(value, torch.Tensor):
         tensor = change(path, value)
         return tensor, tensor is not value

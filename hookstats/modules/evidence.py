@@ -1,4 +1,4 @@
-"""Which dimension of a tensor its channels are, where the module's type does not tell: by evidence.
+"""Finds by evidence which dimension of a tensor has its channels, where the module's type does not tell.
 
 Sizes tell most: of the vectors that a module owns, of what ran before it. Pure functions of plain numbers, and `Ran`,
 which remembers what ran. Nothing here runs in a hook whose site is settled.
@@ -33,7 +33,7 @@ class Widths(NamedTuple):
 
 
 def widths_of(module: nn.Module | None) -> Widths:
-    """What a module's parameters and buffers, and the types of the modules inside, tell."""
+    """Return the widths that parameters, buffers and the types of the modules inside show."""
     if module is None:
         return Widths(frozenset(), frozenset(), True)
     vectors, inside = set[int](), set[int]()
@@ -51,7 +51,7 @@ def widths_of(module: nn.Module | None) -> Widths:
 
 
 class Ran:
-    """What has run, as it was when it was first seen: shapes with their channel dimension, and widths, latest last."""
+    """Shapes of what has run, as they were first seen, with their channel dimensions and widths, latest last."""
 
     def __init__(self) -> None:
         self._dims: dict[tuple[int, ...], int] = {}
@@ -73,11 +73,11 @@ class Ran:
             del self._widths[next(iter(self._widths))]
 
     def dim_of(self, sizes: tuple[int, ...]) -> int | None:
-        """Where the latest output of these sizes had its channels."""
+        """Return where the latest output of these sizes had its channels."""
         return self._dims.get(sizes)
 
     def dim_of_ndim(self, ndim: int) -> int | None:
-        """Where the channels of the latest output with `ndim` dimensions were."""
+        """Return where the latest output with `ndim` dimensions had its channels."""
         return self._dims_by_ndim.get(ndim)
 
     def widths(self) -> Iterable[int]:
@@ -127,10 +127,10 @@ def _likeliest(dims: list[int], seen: Seen, ran: Ran) -> int:
 
 
 def _usual(ndim: int) -> int:
-    """Where nothing else tells."""
+    """Return the usual dimension, where nothing else tells."""
     return 1 if ndim in (4, 5) else ndim - 1
 
 
 def seen_of(tensor: torch.Tensor) -> Seen:
-    """What evidence needs of a tensor with data."""
+    """Return what evidence needs of a tensor with data."""
     return Seen(tuple(tensor.shape), tensor.stride())

@@ -1,4 +1,4 @@
-"""What a model shows before it runs: frozen parameters, modules in evaluation mode, what no module has. Knows torch.
+"""Facts of a model before it runs: frozen parameters, modules in evaluation mode, what no module has. Knows torch.
 
 `facts` are of use to whoever reads them; what `hidden` returns is nearly always a mistake.
 """
@@ -62,7 +62,7 @@ def hidden(model: nn.Module) -> list[str]:
 
 
 def _parameters_in(value: Any) -> Iterator[nn.Parameter]:
-    """Those of modules and parameters in a container that torch does not look into."""
+    """Return the parameters in a container that torch does not look into."""
     if type(value) in (list, tuple):
         held = list(value[:_MOST])
     elif type(value) is dict:

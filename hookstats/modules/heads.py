@@ -23,7 +23,7 @@ _OF_MULTIHEAD = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_wei
 
 
 class GroupSizes(NamedTuple):
-    """How many channels a head has; None: nothing says that there are any."""
+    """Finds how many channels a head has; None: nothing says that there are any."""
 
     outputs: int | None  # of a module's outputs, and of its weight
     inputs: int | None
@@ -33,12 +33,12 @@ NO_GROUPS = GroupSizes(None, None)
 
 
 def heads_of(attention: nn.Module) -> int | None:
-    """As it says itself."""
+    """Return how many heads an attention's attributes say that it has."""
     return number_said((attention,), HEADS)
 
 
 def group_sizes(modules: Mapping[str, nn.Module]) -> dict[str, GroupSizes]:
-    """Of attention's projections, by name; and of parameters that nn.MultiheadAttention has in their place.
+    """Return group sizes of attention's projections, by name, and of nn.MultiheadAttention's parameters in their place.
 
     Their names and their attention's numbers of heads are the evidence; a width must be a multiple of these. What has
     one head is left out. Where queries, keys and values lie together, a group is a head of one of them.

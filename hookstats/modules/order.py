@@ -181,7 +181,7 @@ _guards = _Guards()
 
 
 def make_room_for_graphs() -> None:
-    """To be called when hooks have come or gone: what is compiled with them comes on top of what is there.
+    """Make room in the compiler's caches when hooks have come or gone: new graphs come on top of those that are there.
 
     A frame that needs more graphs than the recompile limit (8 by default) runs eagerly for good, and raises if it is to
     be one full graph. A monitor of blocks that are compiled apart needs five, so where more than a quarter of the limit
@@ -200,11 +200,11 @@ def make_room_for_graphs() -> None:
 
 
 def has_compiled() -> bool:
-    """Whether torch.compile has compiled anything in this process."""
+    """Return whether torch.compile has compiled anything in this process."""
     module = sys.modules.get("torch._dynamo.convert_frame")
     return module is not None and module.FRAME_COUNTER > 0
 
 
 def recomputing() -> bool:
-    """Whether a backward is running: a forward that runs now is one of activation checkpointing."""
+    """Return whether a backward is running: a forward that runs now is one of activation checkpointing."""
     return torch._C._current_graph_task_id() != -1

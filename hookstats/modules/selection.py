@@ -1,4 +1,4 @@
-"""Which modules and parameters are watched, and under which names. No device work."""
+"""Chooses which modules and parameters are watched, and under which names. No device work."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def watched_root(model: nn.Module, exclude: Modules) -> nn.Module | None:
 
 
 class Slot(NamedTuple):
-    """Where a module keeps a parameter, or a buffer. The tensor itself may be replaced."""
+    """The place of a parameter or buffer in a module. The tensor itself may be replaced."""
 
     module: nn.Module
     key: str

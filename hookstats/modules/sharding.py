@@ -1,4 +1,4 @@
-"""How tensors lie on ranks: DTensors, as far as their channels are concerned. No device work, no communication."""
+"""Placements of tensors on ranks: DTensors, as far as their channels go. No device work, no communication."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Sharding(NamedTuple):
-    """What a site remembers of a DTensor: the same object's worth for each tensor of a site that is placed alike."""
+    """A site's memory of how a DTensor lies: equal for each tensor of a site that is placed alike."""
 
     mesh: Any  # torch.distributed.device_mesh.DeviceMesh
     placements: tuple[Any, ...]  # torch.distributed.tensor.Placement, one for each dimension of the mesh
@@ -21,7 +21,7 @@ class Sharding(NamedTuple):
 
 
 class LocalShard(NamedTuple):
-    """What is remembered of a site, whatever of it leaves the device with a step."""
+    """A site's memory of its shard, whatever of it leaves the device with a step."""
 
     channels: int | None  # of this process's part; None: totals alone
     sharding: Sharding | None  # of the DTensor that it was; None: a plain tensor
@@ -33,7 +33,7 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def sharding_of(tensor: Any, dim: int) -> Sharding:
-    """How a DTensor lies whose channels are in this dimension."""
+    """Return how a DTensor lies whose channels are in this dimension."""
     ndim = tensor.dim()
     dim = dim % ndim if ndim else 0
     size = tensor.shape[dim] if ndim else 1

@@ -1,4 +1,4 @@
-"""Where people look already: callables Snapshot -> None for ``attach(model, sinks=...)``, one file each. No torch.
+"""Sinks send numbers where people look already: callables for ``attach(model, sinks=...)``, one file each. No torch.
 
 `JsonLines` and `TensorBoard` write files, in any process; `Wandb`, `Mlflow` and `Trackio` send to the run that is
 active in this one. All send the same numbers under the same keys, at most about 250 of a step:

@@ -1,4 +1,4 @@
-"""What sinks have in common: the package that each needs, the run that is active, and being made anew elsewhere."""
+"""The shared part of sinks: the package that each needs, the run that is active, and pickling."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class JsonLines(FileSink):
         return file
 
     def _end_of_whole_lines(self, file: int) -> int:
-        """Where the last whole line ends. ValueError where what follows is none of ours: that is not cut off."""
+        """Return where the last whole line ends. ValueError if what follows is not ours: that is not cut off."""
         end, tail = os.fstat(file).st_size, b""
         while end and b"\n" not in tail:
             start = max(end - (1 << 16), 0)

@@ -1,4 +1,4 @@
-"""Which numbers of a snapshot a sink sends, and the key that each keeps through the run: the same for every sink."""
+"""Chooses which numbers of a snapshot a sink sends, and the key of each through the run: the same for every sink."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MARKED = re.compile(r".*-[0-9a-f]{8}", re.DOTALL)
 
 
 class Finding(Protocol):
-    """What a sink's ``finding`` is given, a `hookstats.rules.Finding`: its str has step, severity, rule, sentence."""
+    """The argument of a sink's ``finding``, a `hookstats.rules.Finding`: its str has step, severity, rule, sentence."""
 
     @property
     def rule(self) -> str: ...
@@ -66,7 +66,7 @@ class Keys:
     def __init__(
         self, sink: str, statistics: str | Iterable[str], sites: str | Iterable[str] | None, histograms: bool = False
     ) -> None:
-        """As `JsonLines` documents them. ValueError for an unknown statistic; TypeError for what is of another type."""
+        """Take arguments as `JsonLines` does. ValueError for an unknown statistic; TypeError for a wrong type."""
         self._sink = sink
         self._statistics = _strings(f"{sink}: statistics", statistics)
         unknown = [name for name in self._statistics if name not in STATISTICS]
@@ -83,7 +83,7 @@ class Keys:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """In JSON's types."""
+        """Return the arguments in JSON's types."""
         return {"statistics": list(self._statistics), "sites": self._globs, "histograms": self._histograms}
 
     def values(self, snapshot: Snapshot) -> dict[str, float]:
@@ -108,7 +108,7 @@ class Keys:
         return values
 
     def row(self, snapshot: Snapshot, histogram: Callable[..., Any]) -> dict[str, Any]:
-        """With the prefix, "hookstats/step" among them; histograms as W&B and Trackio take numpy's."""
+        """Return a row with the prefix, "hookstats/step" among it; histograms as W&B and Trackio take numpy's."""
         row: dict[str, Any] = self.values(snapshot)
         for key, bars in self.histograms(snapshot).items():
             row[key] = histogram(np_histogram=(bars.counts, bars.edges))
@@ -155,7 +155,7 @@ def _strings(what: str, given: Any) -> tuple[str, ...]:
 
 
 def _spread(sites: list[Site], most: int) -> list[Site]:
-    """At most so many: each kind of tensor its share, evenly from its first site to its last, in the order of sites."""
+    """Choose at most so many sites: each kind of tensor its share, evenly from its first site to its last, in order."""
     kinds: dict[str, list[Site]] = {}
     for site in sites:
         kinds.setdefault(kind_of(site.tensor).name, []).append(site)
@@ -167,7 +167,7 @@ def _spread(sites: list[Site], most: int) -> list[Site]:
 
 
 def spelled(text: str, most: int) -> str:
-    """What every service takes: letters, digits, "_", ".", "-" and spaces, as mlflow has them, without a slash.
+    """Spell a key so that every service takes it: letters, digits, "_", ".", "-" and spaces, without a slash.
 
     Text that is changed, or longer than so many bytes of UTF-8, ends in eight digits of its SHA-256, and so does text
     that looks as if it had been changed: two texts are spelled the same only where these digits agree.

@@ -30,7 +30,7 @@ from hookstats.tools import pictures
 
 
 class Capture(NamedTuple):
-    """One call of a module. Tensors on the CPU: the first items and channels of those in the model, in their dtype."""
+    """A captured call of a module. Tensors on the CPU: the first items and channels of the model's, in their dtype."""
 
     call: int  # which call of the module, from 0; recomputations are none
     output: torch.Tensor  # before edits
@@ -86,7 +86,7 @@ def capture(
 
 
 class Captured(Mapping[str, list[Capture]]):
-    """What `capture` returns: of each module, by its clean name, a list of Captures.
+    """Result of `capture`: a list of Captures for each module, by its clean name.
 
     As a context manager, it is removed at the end; what was captured stays.
     """
@@ -181,7 +181,7 @@ class _Buffer:
 
 
 class _Slot:
-    """One capture that is kept."""
+    """A capture that is kept."""
 
     def __init__(self) -> None:
         self.call = -1
@@ -219,14 +219,14 @@ class _Ring:
         return x if dim == 0 else x[: self._items]
 
     def item(self, x: torch.Tensor, number: int) -> torch.Tensor:
-        """One item of what is kept, with its channels first if it is an image."""
+        """Return an item of what is kept, with its channels first if it is an image."""
         dim = channel_dim_of(x, self._channel_dim) % x.dim() if x.dim() else 0
         if dim:
             x, dim = x[number], dim - 1
         return x.movedim(dim, 0) if x.dim() == 3 else x
 
     def first_floating(self, output: Any) -> torch.Tensor | None:
-        """What is kept of an output. Nothing of fake tensors and other wrappers, nor while a CUDA graph is captured."""
+        """Return the tensor of an output that is kept. None: of a wrapper, or while a CUDA graph is captured."""
         if torch.compiler.is_compiling():
             return _first_floating(output)
         try:
@@ -291,7 +291,7 @@ class _Ring:
         return self._newest() if len(waiting) == 1 else None
 
     def put_from_graph(self, what: str, x: torch.Tensor) -> None:
-        """In a graph nothing says to which call a gradient belongs: it goes to the last one."""
+        """Keep a tensor of a graph. Nothing says there to which call a gradient belongs: it goes to the last one."""
         if what == "output":
             self.put_output(x)
         elif what == "edited":
@@ -313,7 +313,7 @@ _rings: WeakValueDictionary[int, _Ring] = WeakValueDictionary()
 
 
 def _put_from_graph(x: torch.Tensor, token: torch.Tensor, what: str) -> None:
-    """What the hooks do, in graphs."""
+    """Keep a tensor in a graph, as hooks do in eager mode."""
     ring = _rings.get(int(token))
     if ring is not None:
         ring.put_from_graph(what, x)

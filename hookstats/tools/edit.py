@@ -141,7 +141,7 @@ def replace(
 
 
 class Edit:
-    """What an edit returns. As a context manager, it is removed at the end."""
+    """A handle of an edit. As a context manager, it is removed at the end."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class Edit:
 
     @property
     def changed(self) -> int:
-        """How many elements were changed so far, that is, are not equal to what they were. Waits for the device.
+        """Return how many elements were changed so far, that is, are not equal to what they were. Waits for the device.
 
         A recomputed forward (activation checkpointing) counts once. Not counted, though edited, is what has no data of
         its own: DTensors, fake tensors, tensors inside ``torch.func``.

@@ -20,7 +20,7 @@ from hookstats.numbers.tables import html
 
 
 class HookRow(NamedTuple):
-    """One hook."""
+    """A hook of a model, as a row."""
 
     name: str  # the module's or parameter's clean name; "(every module)" for a global hook
     kind: str  # "forward-pre", "forward", "full backward-pre", "full backward", "old backward", "gradient", ...
@@ -30,7 +30,7 @@ class HookRow(NamedTuple):
 
 
 class Explanation:
-    """What `explain` returns: the hooks as `rows`, and as a text when printed."""
+    """Result of `explain`: the hooks as `rows`, and as a text when printed."""
 
     def __init__(self, rows: list[HookRow], modules: int) -> None:
         self.rows = rows
@@ -45,7 +45,7 @@ class Explanation:
         return f"Explanation({len(self.rows)} hooks on {self._modules} modules, {len(self.traps)} to beware of)"
 
     def _repr_html_(self) -> str:
-        """For notebooks: a row for each hook, 60 at most, and below them what to beware of."""
+        """Return a table for notebooks: a row for each hook, 60 at most, and warnings below."""
         rows = [["module", "when", "hook, in the order in which they run"]]
         rows += [[row.name or "(model)", row.kind, row.hook] for row in self.rows]
         below = [f"{row.name or '(model)'}, {row.kind}, {row.hook}: {trap}" for row in self.traps for trap in row.traps]
@@ -136,7 +136,7 @@ def _code(hook: Any) -> tuple[Any, Any]:
 
 
 def _may_return(code: Any) -> bool:
-    """Whether a function has a place where it returns anything but the constant None."""
+    """Return whether a function has a place where it returns anything but the constant None."""
     before = None
     for step in dis.get_instructions(code):
         if step.opname == "RETURN_CONST" and step.argval is not None:

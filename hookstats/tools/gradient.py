@@ -40,7 +40,7 @@ grad_of._torchdynamo_disable_msg = "hookstats.grad_of keeps a gradient for Pytho
 
 
 class KeptGradient:
-    """What `grad_of` returns. As a context manager, it is removed at the end; what has come stays."""
+    """Result of `grad_of`. As a context manager, it is removed at the end; gradients that have come stay."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._grad: torch.Tensor | None = None

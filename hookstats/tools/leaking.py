@@ -51,7 +51,7 @@ _CAUSES = {
 
 
 class Probing:
-    """One call of `probe`."""
+    """A call of `probe`."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class Probing:
         self._run(batch, self._mode)
 
     def _ask(self, question: Question) -> bool:
-        """Whether it was answered."""
+        """Ask a question, and return whether it was answered."""
         if question.kind == "places in the batch" and self._draws:
             self._why_not[question.kind] = "the model draws random numbers in eval()"
             return False
@@ -180,7 +180,7 @@ class Probing:
         self._model(**batch) if isinstance(batch, dict) else self._model(*batch)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """What a module is given: its caller has made that."""
+        """Note a module's inputs, which its caller has made."""
         name = self._names[id(module)]
         call, self._calls[name] = self._calls[name], self._calls[name] + 1
         if self._running:
@@ -188,7 +188,7 @@ class Probing:
         self._running.append((module, call))
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """What a module returns."""
+        """Note a module's output."""
         call = 0
         while self._running:  # one that has raised did not leave
             last, call = self._running.pop()
@@ -283,7 +283,7 @@ class Probing:
             x.copy_(torch.where(readings[least].outside, readings[least].expected, x))
 
     def _readings(self, question: Question, name: str, before: torch.Tensor, x: torch.Tensor) -> list[_Reading] | None:
-        """In all ways in which it can be read, what differs and must not. None: one way explains it."""
+        """Return what differs and must not, in all ways in which the output can be read. None: one way explains it."""
         size, tokens = self._batch.size, question.free.shape[1] if question.free.dim() == 2 else None
         free, ways = question.free, list(places(x.shape, size, tokens, self._batch.batch_dim))
         if tokens is not None and x.dim() == 2 and x.shape[0] == size and question.kind == "later tokens":
@@ -373,7 +373,7 @@ class Probing:
 
 @dataclass(frozen=True)
 class _Reading:
-    """What of an output differs and must not, if it is read in one way."""
+    """The entries of an output that differ and must not, if it is read in one way."""
 
     place: Place | None
     expected: torch.Tensor
@@ -385,7 +385,7 @@ class _Reading:
         return float(apart.abs()[self.outside].nan_to_num(nan=torch.inf).max())
 
     def is_of_rows(self, x: torch.Tensor, bound: float) -> bool:
-        """Whether it is ``[rows, features]`` with rows sorted by what they hold: some are there, only elsewhere.
+        """Return whether it is ``[rows, features]`` with rows sorted by their content: some are there, only elsewhere.
 
         So it is where rows are no multiple of the samples, and only a part of the features is.
         """
@@ -399,7 +399,7 @@ class _Reading:
         return 4 * found > len(rows)  # of a leak, none is
 
     def is_dense(self, share: float) -> bool:
-        """Whether more than this share of the entries of some sample or token differs."""
+        """Return whether more than this share of the entries of some sample or token differs."""
         assert self.place is not None
         if share >= 1:
             return False
@@ -415,7 +415,7 @@ def _is_equal(ids: torch.Tensor, others: torch.Tensor) -> bool:
 
 
 def _differ(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Where they differ; NaN is equal to NaN."""
+    """Return where they differ; NaN is equal to NaN."""
     if x.element_size() == 1:
         x, y = x.float(), y.float()
     return (x != y) & ~((x != x) & (y != y))
@@ -430,7 +430,7 @@ def _unit(module: nn.Module, x: torch.Tensor) -> float:
 
 
 def _steps(module: nn.Module, x: torch.Tensor) -> float:
-    """By how much more a recurrent module may be off, which rounds its state once a step: as a random walk."""
+    """Return the factor by which a recurrent module may be further off: it rounds its state once a step."""
     return max(x.shape) ** 0.5 if isinstance(module, nn.RNNBase) and x.dim() else 1.0
 
 

@@ -1,4 +1,4 @@
-"""What a probe has found, as values and as text."""
+"""Results of a probe, as values and as text."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Leak:
 
     @property
     def sentence(self) -> str:
-        """Which module, in which mode, what reaches what, how far, and where to look."""
+        """Return a sentence: which module, in which mode, what reaches what, how far, and where to look."""
         name = f"{self.module or 'the model itself'} ({self.type})"
         if self.seen_at != self.module:
             name += f", in what it gives to {self.seen_at}"
@@ -61,7 +61,7 @@ class Leak:
 
 @dataclass(frozen=True)
 class Probe:
-    """What `probe` returns; printed, a text."""
+    """Result of `probe`; printed, a text."""
 
     leaks: tuple[Leak, ...]
     """What reaches where it must not, in the order of questions and modules."""

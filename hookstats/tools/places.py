@@ -1,4 +1,4 @@
-"""Which entries of a tensor belong to which sample and token of a batch: by its sizes, in all ways that these allow."""
+"""Finds which entries of a tensor belong to which sample and token of a batch: by sizes, in all ways."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Axis(NamedTuple):
 
 
 class Place(NamedTuple):
-    """One way to read a tensor: where samples lie, and tokens. Several axes: of products, as attention's scores."""
+    """A way to read a tensor: where samples lie, and tokens. Several axes: of products, such as attention's scores."""
 
     samples: tuple[Axis, ...]
     tokens: tuple[Axis, ...]
@@ -34,7 +34,7 @@ class Place(NamedTuple):
         return found
 
     def gather(self, differs: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
-        """Where entries of a tensor are true: ``[samples]``, or ``[samples, tokens]``, by the first axes."""
+        """Return where entries of a tensor are true: ``[samples]``, or ``[samples, tokens]``, by the first axes."""
         found = torch.zeros(size, dtype=torch.bool)
         at = differs.nonzero(as_tuple=True)
         axes = [self.samples[0], *self.tokens[:1]][: len(size)]

@@ -1,4 +1,4 @@
-"""What a probe asks of a model: batches in which something is another one, and which results must not notice."""
+"""Questions of a probe to a model: batches in which one thing is changed, and the results that must not change."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Batch:
                     yield name
 
     def has_rows(self, name: str) -> bool:
-        """Whether samples lie in it."""
+        """Return whether samples lie in it."""
         x = self._tensors[name]
         is_square = "mask" in name and x.dim() == 2 and x.shape[0] == x.shape[1]  # of queries and keys
         return x.dim() > self.batch_dim and x.shape[self.batch_dim] == self.size and not is_square
@@ -130,7 +130,7 @@ class Batch:
         return None
 
     def changed(self, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
-        """What the model is called with, with other tensors. `change` gets a tensor's name and the tensor."""
+        """Return the model's arguments with other tensors. `change` gets a tensor's name and the tensor."""
         names = {path: name for name, path in self._paths.items()}
         return rebuilt(self.given, lambda path, x: change(names[path], x))
 
@@ -173,7 +173,7 @@ def _argument_names(model: nn.Module, given: Any) -> dict[str, str]:
 
 
 def questions(batch: Batch, is_causal: bool | None, why_not: dict[str, str]) -> Iterator[Question]:
-    """What can be asked of a model with this batch, in order. why_not: gets the others, and the reason."""
+    """Return the questions that this batch allows, in order. why_not: gets the others, and the reason."""
     yield from _of_samples(batch)
     name = batch.token_name(of_floats=is_causal is True or _has_mask(batch))
     if name is None:

@@ -12,7 +12,7 @@ _MOST_TOP_K = 16
 
 
 class SoftmaxRows(NamedTuple):
-    """What `softmax_rows` says of each row of logits ``[..., n]``: tensors ``[...]``, float32, or float64 of those.
+    """Result of `softmax_rows` for each row of logits ``[..., n]``: tensors ``[...]``, float32, or float64 of those.
 
     ``max``: the largest logit. ``logsumexp``: log(sum exp(x)). ``entropy``: -sum p log(p) in nats, from 0 to log(n).
     ``p_max`` and ``p_first``: the probabilities of the largest and of the first entry (which in attention is often a

@@ -43,7 +43,7 @@ class RandomState:
             generator.set_state(state)
 
     def has_moved(self) -> bool:
-        """Whether random numbers were drawn since."""
+        """Return whether random numbers were drawn since."""
         if any(not torch.equal(now, before) for now, before in zip(self._read(), self._states, strict=True)):
             return True
         name, keys, *rest = np.random.get_state()  # noqa: NPY002
@@ -53,7 +53,7 @@ class RandomState:
 
 
 def _index(device: torch.device) -> tuple[torch.device, ...]:
-    """What a device's module is told of it: nothing by MPS, of which there is one."""
+    """Return the argument that a device's module takes: none for MPS, of which there is one."""
     return () if device.type == "mps" else (device,)
 
 
@@ -114,7 +114,7 @@ class ModuleState:
                     self._versions[number] = _version(tensor)
 
     def written_parameters(self) -> list[str]:
-        """Those that forwards have written themselves."""
+        """Return the parameters that forwards have written themselves."""
         return [name for name, each, version in self._parameters if _version(each) != version]
 
     def set_mode(self, training: bool) -> None:
@@ -131,7 +131,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """What is inside DistributedDataParallel and a compiled module: these communicate, and compile anew."""
+    """Return the module inside DistributedDataParallel or a compiled module: these communicate, and compile anew."""
     while True:
         inside = getattr(model, "_orig_mod", None)
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
