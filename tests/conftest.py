@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import gc
 import os
 import re
-import sys
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils import cpp_extension
 
 import hookstats
 from hookstats import _native, _operators
 from hookstats.numbers import fields
 from tests import reference
+from tests.cuda_on_cpu.loading import Harness, load_harness
 from tests.guarded import guarded_copy, guarded_zeros, with_lazy_bits
 from tests.order import dealt
 
@@ -122,39 +120,6 @@ def one_thread(threads: None) -> None:
     torch.set_num_threads(1)
 
 
-def load_harness() -> Any:
-    """torch.ops namespace in which CPU tensors go to the CUDA kernels, run on the CPU (tests/cuda_on_cpu)."""
-    sources = ["tests/cuda_on_cpu/harness.cpp", "tests/cuda_on_cpu/kernels.cpp"]
-    package = Path(hookstats.__file__).parent  # the CPU's kernels are those of the package, which is built
-    # Ends the process at an access past an array of a thread's own (tests/guarded.py does so for tensors), and at one
-    # that is not aligned.
-    sanitized = ["-fsanitize=bounds,alignment", "-fno-sanitize-recover=bounds,alignment"]
-    build = ROOT / "build" / f"cuda_on_cpu-{torch.__version__}"
-    build.mkdir(parents=True, exist_ok=True)
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    with (build / "building").open("w") as building:
-        fcntl.flock(building, fcntl.LOCK_EX)  # the first of several processes builds, the others wait for it
-        (build / "lock").unlink(missing_ok=True)  # load() would wait forever for a process that was killed
-        cpp_extension.load(
-            name="hookstats_cuda_on_cpu",
-            sources=[str(ROOT / source) for source in sources],
-            # What is static in the kernels is the harness's own, though the same kernels lie in the package.
-            extra_cflags=[
-                "-Og",
-                "-U_FORTIFY_SOURCE",
-                "-fopenmp",
-                "-fno-gnu-unique",
-                "-DHOOKSTATS_CUDA_ON_CPU",
-                *sanitized,
-            ],
-            extra_ldflags=["-fopenmp", *sanitized, f"-L{package}", "-l:_kernels.so", f"-Wl,-rpath,{package}"],
-            extra_include_paths=[str(ROOT / "tests" / "cuda_on_cpu"), str(ROOT / "csrc")],
-            build_directory=str(build),
-            is_python_module=False,
-        )
-    return torch.ops.hookstats_cuda_on_cpu
-
-
 @functools.cache
 def harness_operators() -> _operators.Operators:
     """Those of the harness, once it is loaded."""
@@ -162,7 +127,7 @@ def harness_operators() -> _operators.Operators:
 
 
 @pytest.fixture(scope="session")
-def harness() -> Any:
+def harness() -> Harness:
     return load_harness()
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
-from tests import conftest
 from tests.conftest import DTYPES, Backend, State, check
+from tests.cuda_on_cpu import loading
 from tests.kernels.test_kernels import LAYOUTS, PATHS, normal
 
 
@@ -136,9 +136,9 @@ def test_one_process_at_a_time_builds_the_harness_and_one_that_was_killed_stops_
         with (folders[-1] / "building").open() as another, pytest.raises(BlockingIOError):
             fcntl.flock(another, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-    monkeypatch.setattr(conftest, "ROOT", tmp_path)
+    monkeypatch.setattr(loading, "ROOT", tmp_path)
     monkeypatch.setattr(cpp_extension, "load", load)
-    conftest.load_harness()
+    loading.build()
     (folders[0] / "lock").touch()
-    conftest.load_harness()
+    loading.build()
     assert len(folders) == 2

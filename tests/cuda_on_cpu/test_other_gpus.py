@@ -12,7 +12,7 @@ import torch
 
 from tests.conftest import DTYPES, HISTOGRAMS, ROOT, Backend, check
 from tests.kernels.test_kernels import LAYOUTS, PATHS, normal
-from tests.kernels.test_many import PARAMETERS, batch_of
+from tests.kernels.test_many import LONG, batch_of, made
 
 KB = 1 << 10
 A100 = {"shared_memory": 163 * KB, "multiprocessors": 108, "capability": 80}
@@ -64,12 +64,11 @@ def test_usual_and_lean_blocks_give_the_same_bits(imitated: Backend, dtype: torc
 @pytest.mark.parametrize("shared_memory", [99 * KB, 48 * KB], ids=["99 KB", "48 KB"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_many_tensors_run_with_less_shared_memory(imitated: Backend, dtype: torch.dtype, shared_memory: int) -> None:
-    # Of 99 KB, what is chosen matters; of 48 KB also what is read by value then, in many parts.
-    left_out = {"long_vector", "two_long_channels"} if shared_memory > 48 * KB else set()
-    chosen = [each for name, each in PARAMETERS.items() if name not in left_out]
-    tensors, dims = [make(dtype) for make, _ in chosen], [dim for _, dim in chosen]
     imitated.ops.use_gpu(shared_memory=shared_memory)
     for histogram in HISTOGRAMS:
+        # Of 99 KB, what is chosen matters; of 48 KB also what is read by value then, in many parts.
+        in_parts = shared_memory == 48 * KB and histogram == "per_channel"
+        tensors, dims = made(dtype, () if in_parts else LONG)
         batch, states = batch_of(imitated, tensors, dims, histogram)
         assert batch.accumulate(tensors) == []
         for x, dim, state in zip(tensors, dims, states, strict=True):
@@ -116,7 +115,8 @@ def test_a_gpu_or_driver_that_is_too_old_is_refused_when_memory_is_made_there(
 def test_a_first_launch_that_fails_is_told_when_memory_is_made_there(harness: Any) -> None:
     """In a process of its own: what has succeeded is not tried again."""
     program = (
-        "from tests.conftest import load_harness; harness = load_harness(); harness.use_gpu(shared_memory=1)\n"
+        "from tests.cuda_on_cpu.loading import load_harness; harness = load_harness()\n"
+        "harness.use_gpu(shared_memory=1)\n"
         "try: harness.reserve_scratch()\n"
         "except RuntimeError as error: print(error)\n"
         "harness.use_gpu(); before = harness.launches()\n"

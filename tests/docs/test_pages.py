@@ -226,19 +226,11 @@ def check_that_every_measured_step_is_kept() -> None:
     assert [len(snapshot.order) for snapshot in kept] == [15, 19, 19]
 
 
-def test_the_readmes_loop_keeps_every_measured_step_whose_numbers_come_after_its_end(
+def test_the_readmes_query_gives_each_step_once_also_of_a_run_with_two_attempts_whose_numbers_come_late(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Pending, "ready", lambda self: False)  # as may be on a GPU
-    run(ROOT / "README.md")
-    check_that_every_measured_step_is_kept()
-
-
-def test_the_readmes_query_gives_each_step_once_also_of_a_run_with_two_attempts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Pending, "ready", lambda self: False)  # as may be on a GPU: they come after the loop's end
     known = names()
     run(ROOT / "README.md", known)
     check_that_every_measured_step_is_kept()

@@ -157,16 +157,17 @@ def test_numbers_of_rows_around_tile_edges(backend: Backend, kept: int) -> None:
     check_rows(backend, x[:, :3].float(), mask, None, "per_tensor")
 
 
-@pytest.mark.parametrize("kept", [5, 3000, 29_999])
+@pytest.mark.parametrize("kept", [5, 1000, 9_999])
 def test_a_tensor_in_many_parts_of_which_few_rows_count(backend: Backend, kept: int) -> None:
-    mask = torch.arange(30_000) < kept
+    mask = torch.arange(10_000) < kept
     x = poisoned(mask, 64).to(torch.bfloat16)
     check_rows(backend, x, mask, 1, "per_channel")
     check_rows(backend, x, mask, None, "per_tensor")
 
 
-@pytest.mark.parametrize("rows", [1, 30_000])
-@pytest.mark.parametrize("histogram", HISTOGRAMS)
+@pytest.mark.parametrize(
+    ("rows", "histogram"), [(1, histogram) for histogram in HISTOGRAMS] + [(5000, "none"), (5000, "per_channel")]
+)
 @pytest.mark.parametrize(("width", "channel_dim"), [(64, 1), (3, 1), (64, None), (3, None)])
 def test_where_no_row_counts_nothing_changes(
     backend: Backend, width: int, channel_dim: int | None, histogram: str, rows: int
@@ -252,8 +253,11 @@ def test_negative_view_bits_are_resolved_under_a_mask() -> None:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("histogram", HISTOGRAMS)
-@pytest.mark.parametrize(("width", "channel_dim"), [((100,), -1), ((10,), -1), ((100,), None), ((10, 20), -2)])
+@pytest.mark.parametrize(
+    ("width", "channel_dim", "histogram"),
+    [((100,), -1, histogram) for histogram in HISTOGRAMS]
+    + [(width, dim, "per_channel") for width, dim in (((10,), -1), ((100,), None), ((10, 20), -2))],
+)
 def test_threads_and_the_order_of_blocks_do_not_show_under_a_mask(
     backend: Backend, width: tuple[int, ...], channel_dim: int | None, histogram: str
 ) -> None:

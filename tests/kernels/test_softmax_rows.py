@@ -61,8 +61,12 @@ def logits(
     return x.clamp(-400, 400).to(dtype) if dtype.itemsize == 1 else x.to(dtype)
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0, 1e4])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [(dtype, 1.0) for dtype in DTYPES]
+    + [(dtype, scale) for dtype in (torch.float32, torch.bfloat16) for scale in (1e-3, 100.0, 1e4)],
+    ids=str,
+)
 def test_every_number_is_that_of_a_float64_softmax(backend: Backend, dtype: torch.dtype, scale: float) -> None:
     for n in (1, 2, 3, 8, 15, 16, 17, 64, 200, 1025, 5003):
         x = logits((7, n), dtype, scale, n)
@@ -96,8 +100,8 @@ def test_rows_are_read_where_they_lie(backend: Backend, name: str, dtype: torch.
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_masked_entries_count_nowhere(backend: Backend, dtype: torch.dtype) -> None:
-    causal = torch.full((700, 700), -math.inf).triu(1)
-    x = (logits((700, 700)) * 3 + causal).to(dtype)
+    causal = torch.full((700, 700), -math.inf).triu(1)[::7]
+    x = (logits((100, 700)) * 3 + causal).to(dtype)
     check(rows(backend, x, 3), x, 3)
     x = x.flip(-1)  # the first entries are masked
     check(rows(backend, x, 3), x, 3)

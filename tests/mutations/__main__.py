@@ -32,7 +32,7 @@ def main(words: list[str]) -> int:
         build = [sys.executable, "setup.py", "build_ext", "--inplace"]
         subprocess.run(build, cwd=COPY, check=True, env=os.environ | {"HOOKSTATS_CUDA": "0"})
         # Compiling it takes minutes on a busy machine, which are not those of the first test.
-        harness = [sys.executable, "-c", "from tests.conftest import load_harness; load_harness()"]
+        harness = [sys.executable, "-c", "from tests.cuda_on_cpu.loading import load_harness; load_harness()"]
         subprocess.run(harness, cwd=COPY, check=True)
     else:
         for path in [
