@@ -305,23 +305,15 @@ def test_the_gradient_of_what_comes_into_a_graph_from_outside_is_that_of_all_its
 
 @pytest.mark.skipif(torch.__version__ < (2, 12), reason="a C++ wrapper of torch 2.11 calls no fallback with a list")
 def test_a_cpp_wrapper_calls_the_operators_without_python(without_gpp: None) -> None:
-    found, code = [], []
-    for run_compiled in (False, True):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Tanh())
-        mon = hookstats.attach(model, tensors=OF_OUTPUTS, every=1)
-        if run_compiled:
-            run = torch.compile(model, fullgraph=True)
-            with torch._inductor.config.patch(cpp_wrapper=True):
-                _, code = run_and_get_code(lambda run=run: run(batches()[0]).square().sum().backward())
-        else:
-            model(batches()[0]).square().sum().backward()
-        found.append(mon.snapshot())
-    eager, compiled = found
-    assert set(compiled.order) == set(eager.order)
-    for site in eager.order:
-        assert compiled[site].calls == 1
-        assert compiled[site].total.count == eager[site].total.count
-        assert compiled[site].total.l2_norm == pytest.approx(eager[site].total.l2_norm, rel=1e-6)
-    for text in code:  # of the forward, of the backward
-        assert text.count('aoti_torch_call_dispatcher("hookstats::observe"') == 2
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Tanh())
+    mon = hookstats.attach(model, tensors="output", every=1)
+    run = torch.compile(model, fullgraph=True)
+    # Of the forward alone, of which a header is not worth to be compiled first: g++ takes most of this test.
+    with torch.no_grad(), torch._inductor.config.patch(cpp_wrapper=True, cpp_cache_precompile_headers=False):
+        y, (text,) = run_and_get_code(run, batches()[0])
+    taken = mon.snapshot()
+    assert {taken[site].calls for site in taken.order} == {1}
+    assert taken["1", "output"].total.count == y.numel()
+    assert taken["1", "output"].total.rms == pytest.approx(y.double().square().mean().sqrt().item(), rel=1e-6)
+    assert text.count('aoti_torch_call_dispatcher("hookstats::observe"') == 2
