@@ -23,6 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "modules": {"numbers"},
     "_warn": set(),
     "_locks": set(),
+    "_words": set(),
     "_figure": set(),
     "_lazy": set(),
     "sinks": {"_locks", "_warn", "numbers"},
@@ -40,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tools": {"_figure", "_native", "_warn", "modules", "numbers"},
     "rules": {"numbers"},
     "comparing": {"numbers", "records"},
-    "records": {"_locks", "_warn", "numbers", "rules", "sinks"},
+    "records": {"_locks", "_warn", "_words", "numbers", "rules", "sinks"},
     "report": {"_figure", "comparing", "numbers", "records", "rules"},
     "results": {"_lazy", "calibration", "cluster", "comparing", "identities", "numbers"}
     | {"records", "rules", "tools", "watch"},
@@ -79,6 +80,7 @@ WITHOUT_TORCH = {
     "_lazy",
     "_locks",
     "_warn",
+    "_words",
     "results",
     "__init__",
 }

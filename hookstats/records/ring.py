@@ -2,7 +2,8 @@
 
 One process writes records of any length, the other reads them; the kernel keeps the pages. A record counts from the
 moment the head is moved behind it, and its room is free when the tail has passed it. Positions count all bytes ever
-written; a record never wraps, so that it can be read where it is.
+written; a record never wraps, so that it can be read where it is. Words of the header are stored by a release and
+loaded by an acquire: whoever sees a position sees what was written up to it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hookstats._words import load_acquire, store_release
 from hookstats.records.errors import RunError
 from hookstats.records.files import NO_LINK
 
@@ -27,8 +29,8 @@ _BEGIN, _END = 32, 8  # bytes around a payload: magic, kind, length of the paylo
 MAX_BYTES = 1 << 40
 
 # Words of the header. The one who writes records owns head, written, dropped, closed, wanted; the other one the rest.
-_WORDS = ["magic", "capacity", "head", "tail", "written", "judged", "dropped", "closed", "failed", "findings", "fed"]
-_WORDS.append("wanted")
+_WORDS = ("magic", "capacity", "head", "tail", "written", "judged", "dropped", "closed", "failed", "findings", "fed")
+_OFFSET = {name: 8 * number for number, name in enumerate((*_WORDS, "wanted"))}
 
 
 class RingError(RunError):
@@ -47,9 +49,11 @@ class Record(NamedTuple):
 class Ring:
     """``head``, ``tail``: positions; ``wanted``: up to which the writer is to commit now. ``written``: records so far.
 
-    The others as their owner uses them.
+    ``capacity``: bytes for records. The others as their owner uses them.
     """
 
+    magic: int
+    capacity: int
     head: int
     tail: int
     written: int
@@ -69,10 +73,11 @@ class Ring:
                 raise RingError(f"{path}: expected a ring of more than {_HEADER} bytes, got {size}")
             self._memory = mmap.mmap(file.fileno(), size)
         self.path = path
-        self._words = np.frombuffer(self._memory, np.int64, len(_WORDS))
-        self._data = np.frombuffer(self._memory, np.uint8, offset=_HEADER)
-        if self._words[0] != _MAGIC or self._words[1] != len(self._data) or len(self._data) % 8:
-            raise RingError(f"{path}: expected a ring of {len(self._data)} bytes, got {self._words[:2].tolist()}")
+        whole = np.frombuffer(self._memory, np.uint8)
+        self._address, self._data = whole.ctypes.data, whole[_HEADER:]
+        told = self.magic, self.capacity
+        if told != (_MAGIC, len(self._data)) or len(self._data) % 8:
+            raise RingError(f"{path}: expected a ring of {len(self._data)} bytes, got {list(told)}")
 
     @classmethod
     def create(cls, path: Path, capacity: int) -> Ring:
@@ -95,19 +100,15 @@ class Ring:
         return ring
 
     def __getattr__(self, name: str) -> int:
-        if name not in _WORDS:
+        if name not in _OFFSET:
             raise AttributeError(name)
-        return int(self._words[_WORDS.index(name)])
+        return load_acquire(self._address + _OFFSET[name])
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _WORDS:
-            self._words[_WORDS.index(name)] = value
+        if name in _OFFSET:
+            store_release(self._address + _OFFSET[name], value)
         else:
             super().__setattr__(name, value)
-
-    @property
-    def capacity(self) -> int:
-        return len(self._data)
 
     @property
     def failure(self) -> str:

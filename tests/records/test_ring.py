@@ -56,6 +56,40 @@ def test_a_full_ring_takes_nothing_more_and_keeps_what_it_has(tmp_path: Path) ->
     assert not ring.fits(2049)
 
 
+_WRITES = """
+import sys
+from pathlib import Path
+import numpy as np
+from hookstats.records.ring import Ring
+
+ring = Ring(Path(sys.argv[1]))
+for number in range(int(sys.argv[2])):
+    while not ring.write(1, [np.full(1 + number % 70, number)]):
+        pass
+"""
+
+
+def test_one_process_reads_what_another_one_writes_meanwhile(tmp_path: Path) -> None:
+    """Two hundred times around the ring: a position that is seen is never ahead of what it counts."""
+    ring, count = Ring.create(tmp_path / "ring", 1 << 14), 12_000
+    writing = subprocess.Popen([sys.executable, "-c", _WRITES, str(ring.path), str(count)], cwd=ROOT)
+    read = 0
+    try:
+        while read < count and writing.poll() in (None, 0):
+            for record in ring.read(ring.tail):
+                assert record.number == read
+                assert (record.payload.view(np.int64) == read).all()
+                assert len(record.payload) == 8 * (1 + read % 70)
+                read += 1
+                ring.tail = record.end
+        assert writing.wait() == 0
+    finally:
+        writing.kill()
+        writing.wait()
+    assert read == count
+    assert ring.head == ring.tail > 200 * ring.capacity
+
+
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
