@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+from hookstats._warn import WarnOnce
+
+tell_once = WarnOnce()  # of a file that cannot be read, by its path
 NO_STEP = "expected a recorded step, got none: monitor.step() was never called, or no measured step is written yet"
 
 

@@ -14,12 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from hookstats._warn import WarnOnce
 from hookstats.numbers.fields import Counts, Site
 from hookstats.records.arrays import to_arrow, to_numpy
 from hookstats.records.attempts import Attempt, attempts_in
 from hookstats.records.derived import columns_for, completed
-from hookstats.records.errors import NO_STEP, Damaged, RunError
+from hookstats.records.errors import NO_STEP, Damaged, RunError, tell_once
 from hookstats.records.files import read_json
 from hookstats.records.parts import Footer, Name, checked, list_parts, read_footer
 from hookstats.records.schema import SCHEMAS
@@ -27,7 +26,6 @@ from hookstats.records.schema import SCHEMAS
 _AT_ONCE = 4 << 20  # bytes of row groups, of all their columns
 _TRIES = 100  # where files are merged meanwhile
 _damaged: set[Path] = set()  # what this process could not read
-_tell = WarnOnce()
 
 
 class Chosen(NamedTuple):
@@ -156,7 +154,7 @@ def read_sites(folder: Path) -> list[Site]:
 def leave_out(error: Damaged) -> None:
     """What cannot be read is not tried again, and said once."""
     _damaged.add(error.path)
-    _tell(error.path, f"{error}; it is left out: hookstats recover sets it aside")
+    tell_once(error.path, f"{error}; it is left out: hookstats recover sets it aside")
 
 
 def _empty(table: str, columns: Sequence[str]) -> pa.Table:

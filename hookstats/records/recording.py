@@ -27,6 +27,7 @@ from hookstats.records import wire
 from hookstats.records.attempts import begin_attempt, is_training, open_attempts, path_of, read_attempt
 from hookstats.records.endings import Exits, ending_of
 from hookstats.records.errors import RunError
+from hookstats.records.findings import read_findings
 from hookstats.records.places import rank_folder
 from hookstats.records.ring import Ring
 from hookstats.records.writing import Thinning, WriterProcess
@@ -281,19 +282,14 @@ class Recording:
 
     def _read_findings(self, ring: Ring) -> list[Finding]:
         """Those of this attempt: the file has those before it, too, on which their processes have acted."""
-        size = ring.findings
-        if size == self._findings_read:
+        if ring.findings <= self._findings_read:
             return []
         try:
-            with open(self._folder / "findings.jsonl", "rb") as file:
-                file.seek(self._findings_read)
-                text = file.read(size - self._findings_read)
-            self._findings_read = size
-            found = [Finding.from_json(json.loads(line)) for line in text.splitlines()]
-            return [finding for finding in found if finding.attempt == self._attempt]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            found, self._findings_read = read_findings(self._folder, self._findings_read)
+        except OSError as error:
             self._stop(f"{error!r}")
             return []
+        return [finding for finding in found if finding.attempt == self._attempt]
 
     def wait(self, timeout: float) -> None:
         """Until all that was taken is judged. TimeoutError; RuntimeError where recording has stopped."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
@@ -21,9 +20,10 @@ from hookstats.numbers.snapshot import Snapshot
 from hookstats.numbers.tables import html
 from hookstats.records import timeline
 from hookstats.records.arrays import from_list, to_arrow, to_numpy
-from hookstats.records.errors import Damaged, RunError
+from hookstats.records.errors import RunError
+from hookstats.records.findings import read_findings
 from hookstats.records.places import no_run
-from hookstats.records.reading import Chosen, Reader, leave_out
+from hookstats.records.reading import Chosen, Reader
 from hookstats.records.schema import SCHEMAS, names_of
 from hookstats.records.snapshots import Snapshots, lists
 from hookstats.rules import Finding, head, story
@@ -220,7 +220,7 @@ class Run:
     @property
     def findings(self) -> list[Finding]:
         """What the rules found in these steps and sites while the run was recorded, in that order."""
-        found = [each for folder in self._folders for each in findings_in(folder / "findings.jsonl")]
+        found = [each for folder in self._folders for each in read_findings(folder)[0]]
         numbers = set(self.steps)
         return [
             finding
@@ -373,21 +373,6 @@ class MergedRun(Run):
 def _numbered(of: timeline.Timeline) -> list[tuple[int, int]]:
     """Step and attempt, of each."""
     return list(zip(of.step.tolist(), of.attempt.tolist(), strict=True))
-
-
-def findings_in(path: Path) -> list[Finding]:
-    """Those of a file, a line each; the last may be half written. What is no finding is left out, and said once."""
-    found = []
-    try:
-        lines = path.read_bytes().split(b"\n")[:-1]
-    except FileNotFoundError:
-        return []
-    for number, line in enumerate(lines, start=1):
-        try:
-            found.append(Finding.from_json(json.loads(line)))
-        except (ValueError, TypeError, RecursionError) as error:
-            leave_out(Damaged(path, f"expected a finding in line {number}; {str(error)[:300]}"))
-    return found
 
 
 def _statistics(names: Sequence[str] | None) -> list[str]:

@@ -28,6 +28,7 @@ from hookstats.records.attempts import Attempt, is_training, open_attempts, path
 from hookstats.records.endings import end_of_the_dead
 from hookstats.records.errors import Damaged
 from hookstats.records.files import DAMAGED, NO_LINK, write_whole
+from hookstats.records.findings import Findings
 from hookstats.records.places import RING, no_run, ring_of
 from hookstats.records.ring import Ring, RingError
 from hookstats.records.store import Store
@@ -74,7 +75,7 @@ class Intake:
         self._judge = _judge_after(
             folder, [rule_from_json(rule) for rule in judges["rules"]], self._rank, attempt.attempt
         )
-        self._findings = Findings(folder / "findings.jsonl")
+        self._findings = Findings(folder)
         self._judged = self.ring.judged  # what was found in these is told already
         self.ring.findings = self._findings.size
         self._waiting = Given({}, {})  # what the rules have not seen
@@ -235,30 +236,6 @@ class KnownSites:
         if not self._is_kept:
             write_whole(self.path, "".join(f"{text}\n" for text in self._texts.values()).encode())
             self._is_kept = True
-
-
-class Findings:
-    """A file to which what was found is appended, a line each; the same line of an attempt once."""
-
-    def __init__(self, path: Path) -> None:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | NO_LINK, 0o666)
-        self._file = open(descriptor, "ab+")  # noqa: SIM115, for as long as this process lives
-        self._file.seek(0)
-        text = self._file.read()
-        self._file.truncate(text.rfind(b"\n") + 1)  # a line that is torn
-        self._lines = set(text.splitlines())
-        self.size = self._file.seek(0, os.SEEK_END)
-
-    def add(self, found: list[Finding]) -> int:
-        """The size of the file, which is that of whole lines."""
-        lines = [json.dumps(finding.to_json()).encode() for finding in found]
-        new = [line for line in lines if line not in self._lines]
-        if new:
-            self._lines.update(new)
-            self._file.write(b"".join(line + b"\n" for line in new))
-            self._file.flush()
-            self.size = self._file.tell()
-        return self.size
 
 
 @contextmanager

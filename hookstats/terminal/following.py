@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import time
 from collections import deque
 from contextlib import suppress
@@ -17,6 +16,7 @@ from hookstats.numbers.snapshot import Snapshot
 from hookstats.records.attempts import attempts_in, is_training, open_attempts, path_of, read_attempt
 from hookstats.records.endings import is_death
 from hookstats.records.errors import NO_STEP, Damaged, RunError
+from hookstats.records.findings import read_findings
 from hookstats.records.parts import list_parts
 from hookstats.records.places import no_run, rank_folder, ring_of, runs_below
 from hookstats.records.run import Run, load
@@ -63,7 +63,7 @@ class Followed:
 
     def look(self) -> tuple[list[Snapshot], list[Finding]]:
         """What is new: steps, at most those of a window, and findings."""
-        found = self._new_findings()
+        found, self._at = read_findings(self.folder, self._at)
         self.findings += found
         if not list_parts(self.folder).begun:
             return [], found
@@ -84,24 +84,6 @@ class Followed:
             self.earlier.append(snapshot.earlier_scalars)
             self._rms.append(dict(zip(snapshot.order, _rms(snapshot).tolist(), strict=True)))
         return snapshots, found
-
-    def _new_findings(self) -> list[Finding]:
-        """Whole lines that have come; what is no finding is left out."""
-        try:
-            with open(self.folder / "findings.jsonl", "rb") as file:
-                file.seek(self._at)
-                text = file.read()
-        except FileNotFoundError:
-            return []
-        whole = text[: text.rfind(b"\n") + 1]
-        self._at += len(whole)
-        found = []
-        for line in whole.splitlines():
-            try:
-                found.append(Finding.from_json(json.loads(line)))
-            except (ValueError, RecursionError):
-                continue
-        return found
 
     def state(self) -> State:
         open_now = open_attempts(self.folder)

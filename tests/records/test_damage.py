@@ -1,6 +1,6 @@
 """Files that are torn, altered or gone: what is whole is read, the rest is said and set aside, and recording goes on.
 
-HOOKSTATS_FUZZ=2000 HOOKSTATS_SEED=1 pytest -s -k altered tests/records/test_damage.py prints how often all was read.
+HOOKSTATS_FUZZ=5000 HOOKSTATS_SEED=1 pytest -s -k altered tests/records/test_damage.py prints how often all was read.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ import io
 import json
 import os
 import shutil
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -21,7 +23,7 @@ import pytest
 import hookstats
 from hookstats import Site
 from hookstats.__main__ import main
-from hookstats.records import wire
+from hookstats.records import recording, wire, writer
 from hookstats.records.attempts import Attempt, machine
 from hookstats.records.errors import RunError
 from hookstats.records.parts import Name
@@ -36,17 +38,15 @@ from tests.records import recorded
 TRIES = int(os.environ.get("HOOKSTATS_FUZZ", "40"))
 STEPS, IN_RING = 8, 3
 FINDINGS = [
-    Finding("loss-spike", 2, None, 3.0, float("inf"), "warning", "the loss jumped"),
-    Finding("nonfinite", 3, Site("a", "output"), 1.0, 0.0, "critical", "a value is NaN"),
+    Finding("loss-spike", 2, None, 3.0, float("inf"), "warning", "the loss jumped", attempt=1),
+    Finding("nonfinite", 3, Site("a", "output"), 1.0, 0.0, "critical", "a value is NaN", attempt=1),
 ]
 
 pytestmark = pytest.mark.filterwarnings("ignore:hookstats")
 
 
-@pytest.fixture(scope="module")
-def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight steps in two files of each table, three in a ring, and nobody who writes."""
-    run = tmp_path_factory.mktemp("left") / "run"
+def leave(run: Path, steps: int, in_ring: int) -> Path:
+    """So many steps in two files of each table, some in a ring, and nobody who writes."""
     folder = run / "rank=0"
     folder.mkdir(parents=True)
     ring = Ring.create(folder / "ring.0001", 1 << 18)
@@ -55,13 +55,13 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Attempt(1, {"rank": 0}, 1.7e9, **about).write(folder)
     store = Store(folder)
     store.begin(1, {"rank": 0})
-    for step in range(STEPS):
+    for step in range(steps):
         store.add(recorded.measured(step))
-        if step % 4 == 3:
+        if step + 1 in (steps // 2, steps):
             store.commit(0)
     store.close()
     known = []
-    for step in range(STEPS, STEPS + IN_RING):
+    for step in range(steps, steps + in_ring):
         frame = recorded.measured(step)
         if frame.sites not in known:
             assert ring.write(wire.SITES, wire.of_sites(len(known), frame.sites))
@@ -71,6 +71,11 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "rules.json").write_text("{}")
     (folder / "lock").touch()
     return run
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return leave(tmp_path_factory.mktemp("left") / "run", STEPS, IN_RING)
 
 
 @pytest.fixture
@@ -131,41 +136,64 @@ def command(*arguments: str) -> Callable[[Path], int]:
     return call
 
 
-def read(run: Path, unchecked: bool) -> int:
-    """How many steps are there; each is as it was measured. unchecked: but for those of the ring, whose numbers have no
-    checksum.
+def read(run: Path, in_files: int) -> list[int]:
+    """The steps that are there; each is as it was measured.
+
+    in_files: how many did not come through the ring, whose numbers have no checksum.
     """
     steps = list(hookstats.load(run))
     for snapshot in steps:
-        if not unchecked or snapshot.step < STEPS:
+        if snapshot.step < in_files:
             want = recorded.measured(snapshot.step)
             np.testing.assert_array_equal(snapshot.frame.wholes, want.wholes)
             assert list(snapshot) == list(want.sites)
             assert snapshot.scalars == {} or snapshot.scalars == want.scalars
     table = hookstats.load(run).scalars
     for step, value in zip(table["step"].to_pylist(), table["value"].to_pylist(), strict=True):
-        assert value == 1 / (1 + step) or (unchecked and step >= STEPS)
-    return len(steps)
+        assert value == 1 / (1 + step) or step >= in_files
+    return [snapshot.step for snapshot in steps]
+
+
+class WriterHere:
+    """The writer, in this process and at the end: one of its own takes half a second to start."""
+
+    returncode: int | None = None
+
+    def __init__(self, folder: Path, number: int, wake: int, judges: Any, tell: Any) -> None:
+        self._arguments = (folder, number, wake, judges)
+
+    def look_after(self, ring: Ring) -> None:
+        if ring.closed and self.returncode is None:
+            self.returncode = 0
+            writer.run(*self._arguments)
+
+    def wait(self, seconds: float) -> None:
+        pass
 
 
 def goes_on(run: Path) -> None:
     """A new attempt records."""
-    recording = hookstats.record(run)
+    made = hookstats.record(run, ring_bytes=1 << 18)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        recording.begin({"rank": 0})
-        recording.take(recorded.measured(100))
-        recording.close()
+        made.begin({"rank": 0})
+        made.take(recorded.measured(100))
+        made.close()
     assert not [each for each in told if "stopped" in str(each.message)]
     last = hookstats.load(run, steps=[100])
     assert [snapshot.step for snapshot in last] == [100]
 
 
-def test_altered_files_stop_nobody_and_what_is_whole_is_read(left: Path, tmp_path: Path) -> None:
-    """One file is damaged; everybody reads, before and after `recover`, and a new attempt records."""
+def test_altered_files_stop_nobody_and_what_is_whole_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file is damaged: everybody reads, a new attempt records, with `recover` before it or without, all is read."""
+    monkeypatch.setattr(recording, "WriterProcess", WriterHere)
+    in_files, in_ring = 4, 2
     draw = np.random.default_rng(int(os.environ.get("HOOKSTATS_SEED", "0")))
+    left = leave(tmp_path / "left", in_files, in_ring)
     names = sorted(str(path.relative_to(left)) for path in left.rglob("*") if path.is_file())
+    commands = [command("show", "RUN"), command("compare", "RUN", "RUN"), command("report", "RUN", "-o", "RUN/a.html")]
     counts: Counter[tuple[str, str]] = Counter()
+    failed = []
     for number in range(TRIES):
         run = tmp_path / str(number)  # each its own: what a process could not read it does not try again
         shutil.copytree(left, run)
@@ -174,29 +202,31 @@ def test_altered_files_stop_nobody_and_what_is_whole_is_read(left: Path, tmp_pat
         told = run / "rank=0" / "a0001.json"
         if told.exists() and "a0001.json" not in name:  # the ring has moved with it
             Attempt(1, {"rank": 0}, 1.7e9, pid=1 << 22, started=1, **machine()).write(told.parent)
-        commands = [command("show", "RUN"), command("compare", "RUN", "RUN"), watched]
-        if number % 10 == 0:  # half a second
-            commands.append(command("report", "RUN", "-o", "RUN/report.html"))
-        in_ring = "ring" in name
         of_file = Name.parse(Path(name).name)
-        lost = 4 if of_file is not None and name.split("/")[1] in ("steps", "totals") else 0
+        lost = in_files // 2 if of_file is not None and name.split("/")[1] in ("steps", "totals") else 0
+        of_ring = 0 if "ring" in name else in_ring
         try:
-            for each in commands:
+            for each in [*commands, watched]:
                 assert each(run) in (0, 1, 2), (each, name)
-            assert read(run, in_ring) >= STEPS - lost
-            assert command("recover", "RUN")(run) == 0
-            for each in commands:
+            assert len(read(run, in_files)) >= in_files - lost
+            if number % 2:
+                assert command("recover", "RUN")(run) == 0
+                assert len(read(run, in_files)) >= in_files + of_ring - lost
+            goes_on(run)
+            found = read(run, in_files)
+            assert len(found) >= in_files + of_ring + 1 - lost
+            for each in [*commands, watched] if number % 10 == 0 else commands[:1]:
                 assert each(run) in (0, 1), (each, name)
-            count = read(run, in_ring)
-            assert count >= (STEPS if in_ring else STEPS + IN_RING) - lost
-            if number % 4 == 0:
-                goes_on(run)
-        except (Exception, AssertionError) as error:
-            raise AssertionError(f"mutation {number}, of {name}") from error
-        counts[name.split("/")[1], "whole" if count == STEPS + IN_RING else "less"] += 1
+        except (Exception, AssertionError):
+            failed.append(f"mutation {number}, of {name}: {traceback.format_exc()}")
+            continue
+        is_whole = len(found) == in_files + in_ring + 1
+        counts[name.split("/")[1], "whole" if is_whole else "less"] += 1
         shutil.rmtree(run)
     if "HOOKSTATS_FUZZ" in os.environ:
         print(*sorted(counts.items()), sep="\n")
+        print(*failed, sep="\n\n")
+    assert not failed, failed[0]
 
 
 def rot(path: Path) -> None:
@@ -279,6 +309,16 @@ def test_what_an_attempt_left_is_written_though_nothing_says_whose_it_is(run: Pa
     goes_on(run)
 
 
+@pytest.mark.parametrize("line", [b"{}", b"[]", b"\xff", b'{"rule": 1}', b"[" * 100_000])
+def test_a_damaged_finding_of_an_earlier_attempt_stops_nobody(run: Path, line: bytes) -> None:
+    path = run / "rank=0" / "findings.jsonl"
+    path.write_bytes(line + b"\n" + path.read_bytes())
+    assert [each.rule for each in hookstats.load(run).findings] == ["loss-spike", "nonfinite"]
+    assert watched(run) == 1
+    goes_on(run)
+    assert len(hookstats.load(run).findings) >= 2
+
+
 def test_names_come_from_the_rows_where_their_file_is_damaged(run: Path) -> None:
     (run / "rank=0" / "sites.json").write_text("{")
     before = [list(snapshot) for snapshot in hookstats.load(run)]
@@ -292,10 +332,10 @@ def test_names_come_from_the_rows_where_their_file_is_damaged(run: Path) -> None
 def test_a_new_attempt_has_a_number_that_no_file_has(run: Path) -> None:
     recover(run)
     (run / "rank=0" / "totals" / "a0041.00000000-00000003.parquet.damaged").write_bytes(b"")
-    recording = hookstats.record(run)
-    recording.begin({"rank": 0})
-    assert recording._attempt == 42
-    recording.close()
+    made = hookstats.record(run)
+    made.begin({"rank": 0})
+    assert made._attempt == 42
+    made.close()
 
 
 def test_a_file_that_was_changed_by_one_bit_anywhere_is_not_read_as_another(run: Path) -> None:

@@ -302,7 +302,9 @@ def test_findings_are_those_of_attempts_sites_and_steps_that_count(kept: Path) -
         assert steps(sites="layers.4") == [31, 33]
         assert steps(steps=slice(31, 32)) == [31]
         path.write_text('{"rule": 1}\n' + lines[0])
-        with pytest.warns(UserWarning, match=r"expected a finding in line 1; expected a finding's rule"):
+        with pytest.warns(
+            UserWarning, match=r"expected a finding in each line, and one is left out; expected a finding's rule"
+        ):
             assert steps() == [3]
     finally:
         path.unlink()
