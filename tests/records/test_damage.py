@@ -173,7 +173,7 @@ class WriterHere:
 
 def goes_on(run: Path) -> None:
     """A new attempt records."""
-    made = hookstats.record(run, ring_bytes=1 << 18)
+    made = hookstats.record(run, ring_bytes=1 << 20)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         made.begin({"rank": 0})
