@@ -28,12 +28,22 @@ class Key(NamedTuple):
     record: int
 
 
-def totals_of(frame: StepFrame, key: Key, ids: Counts) -> dict[str, Any]:
-    """Columns of the rows of a step, and ``wholes``, from which the others follow. ids: of frame.sites."""
+Columns = dict[
+    str, Any
+]  # of some rows: arrays of which the last axis is that of the rows, or of what is in their lists
+
+
+def totals_of(frame: StepFrame, key: Key, ids: Counts) -> Iterator[tuple[Columns, int]]:
+    """Columns of the rows of a step, with ``wholes``, from which the others follow; and their bytes.
+
+    ids: of frame.sites.
+    """
     sites, n = frame.sites, len(ids)
+    if not n:
+        return
     order = np.full(n, _NULL)
     order[frame.order] = np.arange(len(frame.order))
-    return {
+    columns = {
         **_keys(key, n),
         "site": ids,
         "place": np.arange(n),
@@ -47,11 +57,49 @@ def totals_of(frame: StepFrame, key: Key, ids: Counts) -> dict[str, Any]:
         "has_histogram": sites.counters > 0,
         "wholes": frame.wholes,
     }
+    yield columns, n * 8 * len(written("totals"))
 
 
-def totals_table(steps: list[dict[str, Any]], sites: list[Site]) -> pa.Table:
-    """Of what `totals_of` has given for several steps, sorted by site and step."""
-    columns = {name: np.concatenate([each[name] for each in steps], axis=-1) for name in steps[0]}
+def channels_of(frame: StepFrame, key: Key, ids: Counts) -> Iterator[tuple[Columns, int]]:
+    """The states of more than one channel, a few MB at a time: ``lengths`` of rows, ``lists`` ``[fields, all]``."""
+    wide = np.flatnonzero(frame.sites.channels > 1).tolist()
+    return _lists_of(frame, key, ids, wide, frame.state)
+
+
+def histograms_of(frame: StepFrame, key: Key, ids: Counts) -> Iterator[tuple[Columns, int]]:
+    """The same of histograms."""
+    measured = np.flatnonzero(frame.sites.counters).tolist()
+    return _lists_of(frame, key, ids, measured, lambda i: np.asarray(frame.histogram(i)).reshape(1, -1))
+
+
+def _lists_of(
+    frame: StepFrame, key: Key, ids: Counts, places: list[int], part: Callable[[int], Any]
+) -> Iterator[tuple[Columns, int]]:
+    for chosen, parts in _portions(places, part):
+        columns = {
+            **_keys(key, len(chosen)),
+            "site": ids[chosen],
+            "scale": frame.scales[chosen],
+            "lengths": np.array([each.shape[1] for each in parts]),
+            "lists": np.concatenate(parts, axis=1),
+        }
+        yield columns, columns["lists"].nbytes
+
+
+def sites_table(table: str, rows: list[Columns], sites: list[Site]) -> pa.Table:
+    """Of what `totals_of`, `channels_of` or `histograms_of` has given for several steps."""
+    columns = {name: np.concatenate([each[name] for each in rows], axis=-1) for name in rows[0]}
+    if table == "totals":
+        return _table(table, _finished(columns), sites)
+    offsets = _offsets(columns.pop("lengths"))
+    names = STATE.values() if table == "channels" else ["counts"]
+    for name, values in zip(names, columns.pop("lists"), strict=True):
+        columns[name] = pa.ListArray.from_arrays(offsets, to_arrow(values, written(table).field(name).type.value_type))
+    return _table(table, columns, sites)
+
+
+def _finished(columns: Columns) -> Columns:
+    """Sort totals by site and step, with the statistics that follow from their states."""
     sorting = np.lexsort([columns[name] for name in ("record", "attempt", "step", "site")])
     columns = {name: values[..., sorting] for name, values in columns.items()}
     for name in ("order", "channel_dim", "group_size"):
@@ -64,31 +112,7 @@ def totals_table(steps: list[dict[str, Any]], sites: list[Site]) -> pa.Table:
             values = wholes[FIELDS.index(field)]
             same = columns[SAME_AS[name]].view(np.int64) == values.view(np.int64) if name in SAME_AS else None
             columns[name] = to_arrow(values, pa.float64(), same)
-    return _table("totals", columns, sites)
-
-
-def channels_tables(frame: StepFrame, key: Key, ids: Counts, sites: list[Site]) -> Iterator[tuple[pa.Table, int]]:
-    """The states of more than one channel, a few MB at a time, and how many bytes these are."""
-    wide = np.flatnonzero(frame.sites.channels > 1).tolist()
-    for chosen, states in _portions(wide, frame.state):
-        offsets = _offsets([state.shape[1] for state in states])
-        fields = np.concatenate(states, axis=1)
-        lists = {
-            name: pa.ListArray.from_arrays(offsets, to_arrow(values, pa.float64()))
-            for name, values in zip(STATE.values(), fields, strict=True)
-        }
-        table = _of_sites("channels", key, ids[chosen], sites, {"scale": frame.scales[chosen], **lists})
-        yield table, sum(state.nbytes for state in states)
-
-
-def histograms_tables(frame: StepFrame, key: Key, ids: Counts, sites: list[Site]) -> Iterator[tuple[pa.Table, int]]:
-    """The same of histograms."""
-    measured = np.flatnonzero(frame.sites.counters).tolist()
-    for chosen, counts in _portions(measured, frame.histogram):
-        flat = np.concatenate([each.reshape(-1) for each in counts])
-        lists = pa.ListArray.from_arrays(_offsets([each.size for each in counts]), to_arrow(flat, pa.int64()))
-        table = _of_sites("histograms", key, ids[chosen], sites, {"scale": frame.scales[chosen], "counts": lists})
-        yield table, flat.nbytes
+    return columns
 
 
 def step_row(frame: StepFrame, key: Key, sites: int) -> dict[str, Any]:
@@ -146,12 +170,8 @@ def _portions(places: list[int], part: Callable[[int], Any]) -> Iterator[tuple[l
         yield chosen, arrays
 
 
-def _offsets(lengths: list[int]) -> pa.Array:
-    return to_arrow(np.cumsum([0, *lengths]), pa.int32())
-
-
-def _of_sites(table: str, key: Key, ids: Counts, sites: list[Site], columns: dict[str, Any]) -> pa.Table:
-    return _table(table, {**_keys(key, len(ids)), "site": ids, **columns}, sites)
+def _offsets(lengths: Any) -> pa.Array:
+    return to_arrow(np.append(0, np.cumsum(lengths)), pa.int32())
 
 
 def _keys(key: Key, rows: int) -> dict[str, Counts]:

@@ -9,6 +9,7 @@ A column whose name begins with ``state_`` is as it was measured: of a gradient 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,7 @@ def names_of(sites: list[Site], ids: NDArray[Any]) -> dict[str, pa.Array]:
     return columns
 
 
+@cache
 def written(table: str) -> pa.Schema:
     """As it is handed to the writer: strings of sites as dictionaries, which Parquet stores as plain strings."""
     schema = SCHEMAS[table]

@@ -29,6 +29,7 @@ from hookstats.records.schema import FLUSH, ROW_GROUP, SCHEMAS, names_of, writte
 
 FAN_IN = 4  # files that become one
 LARGE = 16 << 20  # bytes: such a file is not made larger, so that one step is not spread over the whole run
+_OF_SITES = {"totals": encoding.totals_of, "channels": encoding.channels_of, "histograms": encoding.histograms_of}
 _SMALL = ("steps", "scalars", "samples")
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -129,9 +130,9 @@ class Store:
 
     def _forget(self) -> None:
         """The open commit is empty."""
-        self._totals: list[dict[str, Any]] = []  # of steps
+        self._held: dict[str, list[encoding.Columns]] = {table: [] for table in _OF_SITES}
+        self._bytes = dict.fromkeys(_OF_SITES, 0)  # of these
         self._rows: dict[str, list[dict[str, Any]]] = {table: [] for table in _SMALL}
-        self._held = 0  # bytes of totals that are not written
         self._added = 0  # measured steps
         self._numbers: list[int] = []  # of all steps, the first and the last
         self._open = {}
@@ -196,22 +197,18 @@ class Store:
         ids: Counts = np.array([self._id_of[site] for site in frame.sites], np.int64)
         record = self._progress.records + self._added
         key = encoding.Key(frame.step, round(frame.time * 1e6), attempt.attempt, record)
-        if len(ids):
-            self._totals.append(encoding.totals_of(frame, key, ids))
-        size = len(ids) * 8 * len(SCHEMAS["totals"])
-        self._held += size
-        self.size += size
-        for table, tables in (("channels", encoding.channels_tables), ("histograms", encoding.histograms_tables)):
-            for rows, size in tables(frame, key, ids, self._sites):
-                self._part(table).write(rows)
+        for table, columns_of in _OF_SITES.items():
+            for columns, size in columns_of(frame, key, ids):
+                self._held[table].append(columns)
+                self._bytes[table] += size
                 self.size += size
+                if self._bytes[table] >= FLUSH:
+                    self._flush(table)
         self._rows["steps"].append(encoding.step_row(frame, key, len(ids)))
         self._add_given(Given(frame.earlier_scalars, frame.sample_ids), key)
         self._rows["scalars"] += encoding.scalar_rows(frame.scalars, key, measured=True)
         self._reach([frame.step])
         self._added += 1
-        if self._held >= FLUSH:
-            self._flush_totals()
         self._flush_many_rows()
 
     @_all_or_broken
@@ -238,11 +235,11 @@ class Store:
         if len(self._rows["scalars"]) > ROW_GROUP or ids * 8 > FLUSH:
             self._flush_rows()
 
-    def _flush_totals(self) -> None:
+    def _flush(self, table: str) -> None:
         """Each row group of totals is sorted by site and step; `merge` sorts several."""
-        steps, self._totals, self._held = self._totals, [], 0
-        if steps:
-            self._part("totals").write(encoding.totals_table(steps, self._sites))
+        rows, self._held[table], self._bytes[table] = self._held[table], [], 0
+        if rows:
+            self._part(table).write(encoding.sites_table(table, rows, self._sites))
 
     def _flush_rows(self) -> None:
         for table, rows in self._rows.items():
@@ -264,7 +261,8 @@ class Store:
     def commit(self, consumed: int) -> None:
         """All that was added counts, and the ring is consumed up to here; or, with an OSError, neither."""
         attempt, before = self._begun(), self._progress
-        self._flush_totals()
+        for table in _OF_SITES:
+            self._flush(table)
         self._flush_rows()
         if not self._numbers:
             return

@@ -216,6 +216,14 @@ def test_row_groups_are_flushed_while_a_part_is_open(tmp_path: Path, monkeypatch
     is_kept(tmp_path, [Snapshot(frame) for frame in steps])
 
 
+def test_channels_and_histograms_of_small_steps_share_a_row_group(tmp_path: Path) -> None:
+    """A row group for each step takes most of the writer's time."""
+    keep(tmp_path, [recorded.measured(step) for step in range(40)], commit_each=40)
+    for table in ("totals", "channels", "histograms"):
+        [whole] = (tmp_path / "rank=0" / table).glob("*.parquet")
+        assert pq.ParquetFile(whole).num_row_groups == 1
+
+
 def test_merging_leaves_few_parts_and_sorts_totals_by_site_and_step(tmp_path: Path) -> None:
     steps = [recorded.measured(step) for step in range(FAN_IN**2 + 4)]
     keep(tmp_path, steps, commit_each=1, merge=True)
