@@ -44,7 +44,7 @@ class Outcome(NamedTuple):
     output: str
 
 
-def run(function: Callable[..., Any], world: int, *args: Any, timeout: float = 60, init: str = "file") -> list[Any]:
+def run(function: Callable[..., Any], world: int, *args: Any, timeout: float = 180, init: str = "file") -> list[Any]:
     """``function(rank, world, *args)`` of a test module's top level, in `world` processes. Returns what they returned.
 
     init: "file", torch.distributed is initialised with gloo and a FileStore before the function, and destroyed behind
@@ -60,7 +60,7 @@ def run(function: Callable[..., Any], world: int, *args: Any, timeout: float = 6
 
 
 def outcomes(
-    function: Callable[..., Any], world: int, *args: Any, timeout: float = 60, init: str = "file"
+    function: Callable[..., Any], world: int, *args: Any, timeout: float = 180, init: str = "file"
 ) -> list[Outcome]:
     """As `run`, for ranks that are meant to die: tells how each ended.
 

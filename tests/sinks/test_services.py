@@ -167,13 +167,6 @@ def test_wandbs_own_step_is_not_counted_on_by_a_snapshot_between_two_rows(wandb_
     assert [(row["_step"], row["loss"], row["hookstats/step"]) for row in rows] == [(i, i, i) for i in range(4)]
 
 
-def test_wandb_plots_over_our_step(wandb_run: Any) -> None:
-    defined = []
-    wandb_run.define_metric = lambda name, **arguments: defined.append((name, arguments))
-    hookstats.sinks.Wandb()
-    assert defined == [("hookstats/*", {"step_metric": "hookstats/step"})]
-
-
 def test_wandb_takes_hostile_names_nan_inf_and_histograms(wandb_run: Any) -> None:
     sink = hookstats.sinks.Wandb(sites="*", histograms=True)
     x = torch.randn(100, 4)
@@ -197,13 +190,17 @@ def test_a_disabled_wandb_run_is_no_trouble() -> None:
     run.finish()
 
 
-def test_a_shared_wandb_run_which_has_no_step_gets_a_row_for_each_snapshot() -> None:
+def test_a_shared_wandb_run_which_has_no_step_gets_a_row_for_each_snapshot_and_plots_over_our_step() -> None:
     pytest.importorskip("wandb")
     rows: list[Any] = []
+    defined: list[Any] = []
     run = SimpleNamespace(  # such a run needs a server
-        settings=SimpleNamespace(mode="shared"), define_metric=lambda *a, **k: None, log=lambda row: rows.append(row)
+        settings=SimpleNamespace(mode="shared"),
+        define_metric=lambda name, **arguments: defined.append((name, arguments)),
+        log=lambda row: rows.append(row),
     )
     train(hookstats.sinks.Wandb(run))
+    assert defined == [("hookstats/*", {"step_metric": "hookstats/step"})]
     assert [row["hookstats/step"] for row in rows] == [0, 1, 2]
 
 

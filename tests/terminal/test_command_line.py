@@ -112,7 +112,9 @@ for _ in range(5):
 """
 
 
-def test_a_training_that_never_called_step_is_told_so_at_its_end_and_by_every_command(tmp_path: Path) -> None:
+def test_a_training_that_never_called_step_is_told_so_at_its_end_and_by_every_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = str(tmp_path / "run")
     trained = subprocess.run(
         [sys.executable, "-c", _NEVER_STEPS, path], capture_output=True, text=True, cwd=ROOT, timeout=120
@@ -121,18 +123,19 @@ def test_a_training_that_never_called_step_is_told_so_at_its_end_and_by_every_co
     assert trained.returncode == 0
     assert words in trained.stderr
     for is_recovered in (False, True):
-        for name in ("show", "report"):
-            done = command(name, path, "-o", str(tmp_path / "page.html")) if name == "report" else command(name, path)
-            assert (done.returncode, done.stdout) == (2, "")
-            assert len(done.stderr.splitlines()) == 1, done.stderr
-            assert words in done.stderr
+        for arguments in (["show", path], ["report", path, "-o", str(tmp_path / "page.html")]):
+            assert main(arguments) == 2
+            printed = capsys.readouterr()
+            assert printed.out == ""
+            assert len(printed.err.splitlines()) == 1
+            assert words in printed.err
         with pytest.raises(RunError, match="never called"):
             hookstats.report.write(path, tmp_path / "page.html")
-        done = command("watch", path)
-        assert done.returncode == 1 - is_recovered
-        assert words in done.stdout
+        assert main(["watch", path]) == 1 - is_recovered
+        assert words in capsys.readouterr().out
         if not is_recovered:
-            assert words in command("recover", path).stdout
+            main(["recover", path])
+            assert words in capsys.readouterr().out
 
 
 def test_watch_prints_a_line_a_step_into_a_pipe_and_ends_with_the_run(runs: Path) -> None:
@@ -186,14 +189,15 @@ def test_a_directory_of_runs_is_told_with_the_runs_below_it(
     )
 
 
-def test_a_directory_without_anything_that_can_be_read_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_directory_without_anything_that_can_be_read_is_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "torn" / "rank=0"
     folder.mkdir(parents=True)
     (folder / "a0001.json").write_text("{")
-    done = command("show", str(tmp_path / "torn"))
-    assert done.returncode == 2
-    assert "expected a recorded step" in done.stderr
-    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert main(["show", str(tmp_path / "torn")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "expected a recorded step" in line
 
 
 def test_a_usage_error_is_status_2_and_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,28 +211,7 @@ def test_a_usage_error_is_status_2_and_no_command_prints_the_help(capsys: pytest
     assert capsys.readouterr().out == f"{hookstats.__version__}\n"
 
 
-def test_every_command_has_help_and_imports_neither_torch_nor_numpy_for_it() -> None:
-    code = """
-import sys
-from hookstats.__main__ import main
-from hookstats.records.errors import RunError
-for name in ("", "show", "compare", "report", "watch", "recover", "rule", "doctor"):
-    print("help of", name)
-    try:
-        main([name, "--help"] if name else ["--help"])
-    except SystemExit as ended:
-        assert ended.code == 0
-    print([each for each in ("torch", "numpy", "pyarrow") if each in sys.modules])
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    helps = done.stdout.split("help of ")[1:]
-    assert len(helps) == 8, done.stderr
-    for each in helps:
-        assert "usage: hookstats" in each
-        assert each.splitlines()[-1] == "[]", each
-
-
-def test_no_command_but_doctor_imports_torch(runs: Path) -> None:
+def test_every_command_has_help_for_which_nothing_is_imported_and_none_but_doctor_imports_torch(runs: Path) -> None:
     a, b = str(runs / "a"), str(runs / "b")
     commands = [
         ["show", a],
@@ -242,12 +225,25 @@ def test_no_command_but_doctor_imports_torch(runs: Path) -> None:
 import sys
 from hookstats.__main__ import main
 from hookstats.records.errors import RunError
+for name in ("", "show", "compare", "report", "watch", "recover", "rule", "doctor"):
+    print("help of", name)
+    try:
+        main([name, "--help"] if name else ["--help"])
+    except SystemExit as ended:
+        assert ended.code == 0
+    print([each for each in ("torch", "numpy", "pyarrow") if each in sys.modules])
+print("end of helps")
 for arguments in {commands!r}:
     assert main(arguments) == 0, arguments
     assert "torch" not in sys.modules, arguments
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+    helps = done.stdout.partition("end of helps")[0].split("help of ")[1:]
+    assert len(helps) == 8, done.stderr
+    for each in helps:
+        assert "usage: hookstats" in each
+        assert each.splitlines()[-1] == "[]", each
 
 
 def test_a_reader_that_goes_away_is_no_error(runs: Path) -> None:

@@ -17,12 +17,22 @@ import pytest
 import torch
 
 from hookstats import doctor
+from hookstats.__main__ import main
 from tests.conftest import ROOT
 
 PACKAGE = ROOT / "hookstats"
 
 
-def run(folder: Path = ROOT, **environment: str) -> tuple[int, dict[str, tuple[str, str]], str]:
+Told = dict[str, tuple[str, str]]
+
+
+def told_by(printed: str) -> Told:
+    """Of each thing its state, and what was found."""
+    lines = re.findall(r"^(ok|-|mend) +(\S+(?: \d+)?)  +(.*)$", printed, re.MULTILINE)
+    return {what: (state, found) for state, what, found in lines}
+
+
+def run(folder: Path = ROOT, **environment: str) -> tuple[int, Told, str]:
     """Status; of each thing its state and what was found; everything."""
     before = {name: value for name, value in os.environ.items() if name != "HOOKSTATS_GLUE"}
     done = subprocess.run(
@@ -34,8 +44,7 @@ def run(folder: Path = ROOT, **environment: str) -> tuple[int, dict[str, tuple[s
         timeout=300,
     )
     assert done.stderr == "", done.stderr
-    told = re.findall(r"^(ok|-|mend) +(\S+(?: \d+)?)  +(.*)$", done.stdout, re.MULTILINE)
-    return done.returncode, {what: (state, found) for state, what, found in told}, done.stdout
+    return done.returncode, told_by(done.stdout), done.stdout
 
 
 def without(tmp_path: Path, *modules: str) -> str:
@@ -56,9 +65,9 @@ def copied(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_where_nothing_is_missing_it_says_what_is_there() -> None:
-    status, told, _ = run()
-    assert status == 0
+def test_where_nothing_is_missing_it_says_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    told = told_by(capsys.readouterr().out)
     assert told["torch"][0] == "ok"
     assert told["torch"][1].startswith(torch.__version__)
     assert told["extension"][0] == "ok"
@@ -150,18 +159,15 @@ def test_its_commands_are_for_the_python_that_runs_it_wherever_that_is(monkeypat
 
 def test_commands_without_pyarrow_say_so_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "run" / "rank=0").mkdir(parents=True)
-    hidden = without(tmp_path, "pyarrow")
-    for name in ("show", "watch", "recover"):
-        done = subprocess.run(
-            [sys.executable, "-m", "hookstats", name, str(tmp_path / "run")],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": hidden},
-        )
-        assert done.returncode == 2
-        assert "pip install 'hookstats[record]'" in done.stderr
-        assert len(done.stderr.splitlines()) == 1
+    code = f"""
+from hookstats.__main__ import main
+print([main([name, {str(tmp_path / "run")!r}]) for name in ("show", "watch", "recover")])
+"""
+    hidden = os.environ | {"PYTHONPATH": without(tmp_path, "pyarrow")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=hidden)
+    assert done.stdout == "[2, 2, 2]\n", done.stderr
+    assert len(done.stderr.splitlines()) == 3
+    assert all("pip install 'hookstats[record]'" in line for line in done.stderr.splitlines())
 
 
 def test_a_build_for_another_torch_is_mended_by_a_build(tmp_path: Path) -> None:

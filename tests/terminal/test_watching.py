@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hookstats.__main__ import main
 from hookstats.numbers.fields import Site
 from hookstats.records.attempts import next_attempt
 from hookstats.records.store import Store
@@ -100,7 +101,7 @@ def test_a_run_whose_writer_was_killed_too_says_what_writes_the_rest(
     assert output.getvalue().splitlines()[-1] == (
         f"the training process {running.pid} died; what its last steps left is written by: hookstats recover {path}"
     )
-    subprocess.run([sys.executable, "-m", "hookstats", "recover", str(path)], check=True, cwd=ROOT, capture_output=True)
+    assert main(["recover", str(path)]) == 0
     output = io.StringIO()
     assert watch(Followed(path), output) == 1
     told = output.getvalue().splitlines()
