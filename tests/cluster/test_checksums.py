@@ -69,9 +69,10 @@ def test_a_view_has_the_checksum_of_its_contiguous_copy() -> None:
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
 def test_one_flipped_bit_anywhere_changes_it(dtype: torch.dtype) -> None:
-    x = of_bits((13,), dtype)
+    elements = 13 if dtype.itemsize < 4 else 5
+    x = of_bits((elements,), dtype)
     bits = 1 if dtype is torch.bool else 8 * dtype.itemsize
-    others = [changed_bit(x, element, bit) for element in range(13) for bit in range(bits)]
+    others = [changed_bit(x, element, bit) for element in range(elements) for bit in range(bits)]
     found = checksums([x, *others]).tolist()
     assert len(set(found)) == len(found)
 
@@ -97,7 +98,7 @@ def test_swapped_elements_rows_and_shifts_of_plain_values_all_differ(values: str
     x = PLAIN[values]()
     random = np.random.default_rng(0)
     others = [x, x.flip(0), x.roll(1), x.roll(1024), x.view(64, 64).t().reshape(-1)]
-    for distance in [*(1 << k for k in range(12)), *random.integers(1, 4096, 500).tolist()]:
+    for distance in [*(1 << k for k in range(12)), *random.integers(1, 4096, 250).tolist()]:
         i = int(random.integers(0, 4096 - distance))
         swapped = x.clone()
         swapped[i], swapped[i + distance] = x[i + distance], x[i]
@@ -111,18 +112,18 @@ def test_swapped_elements_rows_and_shifts_of_plain_values_all_differ(values: str
 
 
 def test_many_random_flips_and_swaps_never_collide_and_move_half_of_the_bits() -> None:
-    """20,000 changes are 2e8 pairs: of 64 random bits two are the same in one of 9e10 such tests."""
+    """5,000 changes are 1e7 pairs: of 64 random bits two are the same in one of 1e12 such tests."""
     random = np.random.default_rng(1)
     x = torch.randn(512).bfloat16()
     words = x.view(torch.int16)
-    many = words.repeat(20_000, 1)
-    rows = torch.arange(10_000)
-    at = torch.from_numpy(random.integers(0, 512, 10_000))
-    many[rows, at] ^= torch.from_numpy((1 << random.integers(0, 15, 10_000)).astype(np.int16))
-    a, b = (torch.from_numpy(random.integers(0, 512, 10_000)) for _ in range(2))
-    many[10_000 + rows, a], many[10_000 + rows, b] = words[b], words[a]
+    many = words.repeat(5_000, 1)
+    rows = torch.arange(2_500)
+    at = torch.from_numpy(random.integers(0, 512, 2_500))
+    many[rows, at] ^= torch.from_numpy((1 << random.integers(0, 15, 2_500)).astype(np.int16))
+    a, b = (torch.from_numpy(random.integers(0, 512, 2_500)) for _ in range(2))
+    many[2_500 + rows, a], many[2_500 + rows, b] = words[b], words[a]
     found = torch.from_numpy(checksums([*many, words]))
     assert len(torch.unique(found)) == len(torch.unique(torch.cat([many, words[None]]), dim=0))
-    flipped = (found[:10_000] ^ found[-1]).numpy().view(np.uint8)
+    flipped = (found[:2_500] ^ found[-1]).numpy().view(np.uint8)
     share = np.unpackbits(flipped.reshape(-1, 8), axis=1).mean(axis=0)  # of the changes that flip each bit
-    np.testing.assert_allclose(share, 0.5, atol=0.03)  # 6 standard deviations
+    np.testing.assert_allclose(share, 0.5, atol=0.06)  # 6 standard deviations

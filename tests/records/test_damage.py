@@ -35,7 +35,7 @@ from hookstats.terminal.following import Followed
 from hookstats.terminal.watching import watch
 from tests.records import recorded
 
-TRIES = int(os.environ.get("HOOKSTATS_FUZZ", "40"))
+TRIES = int(os.environ.get("HOOKSTATS_FUZZ", "24"))
 STEPS, IN_RING = 8, 3
 FINDINGS = [
     Finding("loss-spike", 2, None, 3.0, float("inf"), "warning", "the loss jumped", attempt=1),

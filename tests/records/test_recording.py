@@ -28,7 +28,7 @@ from tests.conftest import ROOT
 from tests.plain import hearing
 from tests.records import recorded
 
-MOMENTS = int(os.environ.get("HOOKSTATS_KILLS", "3"))
+MOMENTS = int(os.environ.get("HOOKSTATS_KILLS", "2"))
 
 
 def holds(directory: Path, steps: list[int]) -> None:

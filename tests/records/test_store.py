@@ -32,7 +32,7 @@ from tests.frames import Measured, frame_of
 from tests.models import Containers, Residual, images, small_cnn
 from tests.records import recorded
 
-MOMENTS = int(os.environ.get("HOOKSTATS_KILLS", "3"))
+MOMENTS = int(os.environ.get("HOOKSTATS_KILLS", "2"))
 
 
 class Undelayed:

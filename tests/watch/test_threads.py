@@ -167,7 +167,7 @@ def run():
 thread = threading.Thread(target=run, daemon=True)
 thread.start()
 with FlopCounterMode(display=False):
-    for _ in range(200):
+    for _ in range(80):
         mon.step()
         mon.reset()
 done.set()
