@@ -32,6 +32,9 @@ WIDE = 720
 SHOWN = {
     "nonfinite": "a_weight_that_becomes_nan.gpt",
     "evaluation-mode": "a_validation_after_which_the_model_stays_in_evaluation_mode.cnn",
+    "uninitialised-buffer": "rotary_frequencies_that_nobody_computes.gpt",
+    "still-statistics": "batch_norms_without_momentum.resnet",
+    "runaway-statistics": "activations_that_a_norm_hides.resnet",
     "input-shift": "a_batch_a_thousand_times_too_large.cnn",
     "constant-input": "a_loader_that_gives_zeros_from_the_middle_on.cnn",
     "unscaled-input": "an_identifier_among_the_features.tanh",
@@ -79,6 +82,9 @@ SHOWN = {
 # What is so from the start shows in absolute values, others in how far a site is from its past; and of what.
 ABSOLUTE = {
     "initial-loss": "rms",
+    "uninitialised-buffer": "abs_max",
+    "still-statistics": "rms",
+    "runaway-statistics": "rms",
     "clipped-gradients": "rms",
     "unscaled-input": "rms",
     "exploding-gradients": "rms",

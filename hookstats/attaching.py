@@ -75,8 +75,9 @@ def attach(
         exclude: globs over the names of modules and parameters, or a callable; what they choose is left out, with
             everything inside it.
         tensors: by default ``"output"``, ``"grad_output"``, ``"param_grad"``; ``"model_input"``, the floating inputs of
-            the model; ``"param_sample"`` and ``"update_sample"``, up to 4,096 elements of a parameter and what a step
-            changes in them. On request ``"input"``, ``"grad_input"``, ``"param"``, ``"param_update"``, ``"buffer"``;
+            the model; ``"param_sample"``, ``"update_sample"`` and ``"buffer_sample"``, up to 4,096 elements of a
+            parameter, what a step changes in them, and those of a floating buffer. On request ``"input"``,
+            ``"grad_input"``, ``"param"``, ``"param_update"``, ``"buffer"``;
             ``"param_grad_local"``, a rank's own gradients, of each backward, before DistributedDataParallel reduces
             them; ``"optimizer"``, what an optimizer keeps of each parameter; ``"attention"``, the logits of each head;
             ``"router"``, the routers of mixtures of experts; ``"outside_update"``, what of a parameter's sample is
@@ -286,10 +287,11 @@ def _is_distributed() -> bool:
 
 def _report(model: nn.Module, monitor: Monitor, plan: Plan, options: Options, is_joined: bool) -> None:
     _log.info(
-        "attached to %d sites of %d modules and %d parameters, state %.1f MB; %s",
+        "attached to %d sites of %d modules, %d parameters and %d buffers, state %.1f MB; %s",
         len(monitor.sites),
         len(plan.modules),
-        len(plan.parameters),
+        sum(not slot.is_buffer for slot in plan.parameters.values()),
+        sum(slot.is_buffer for slot in plan.parameters.values()),
         monitor.state_bytes / 2**20,
         options,
     )

@@ -26,7 +26,7 @@ from benchmarks.illnesses.public_mistakes import (
     with_two_losses,
 )
 from benchmarks.illnesses.training import Batch, Setup, adam, sgd
-from tests.rules.fleet.models import Recurrent, layers
+from tests.rules.fleet.models import Recurrent, Rotating, frequencies, layers
 
 _BEFORE = set(HEALTHY)
 
@@ -397,6 +397,45 @@ def a_fine_tuned_model(setup: Setup) -> None:
         optimizer.step()
     setup.make_optimizer = adam(3e-4)
     setup.damage = lambda step, x, y: (126 - x, 126 - y)
+
+
+@healthy("gpt")
+def rotary_frequencies(setup: Setup) -> None:
+    """With a mask of -inf, and buffers that hold no number on purpose, as observers for quantisation begin."""
+    setup.model, setup.steps = Rotating(frequencies()), 80
+    setup.model.register_buffer("smallest", torch.tensor(torch.inf))
+    setup.model.register_buffer("best", torch.full((3,), torch.finfo(torch.float32).max))
+    setup.model.register_buffer("edges", torch.tensor([-torch.inf, 0.0, 1.0, torch.inf]))
+    setup.model.register_buffer("lower", torch.full((8, 8), torch.finfo(torch.float32).min).triu(1))
+
+
+@healthy("resnet")
+def batch_norms_of_a_trained_model_that_are_frozen(setup: Setup) -> None:
+    """Their statistics were loaded."""
+    for module in setup.model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            assert module.running_mean is not None
+            assert module.running_var is not None
+            module.running_mean.normal_(0, 0.1)
+            module.running_var.uniform_(0.5, 1.5)
+            module.eval()
+
+
+@healthy("resnet")
+def batch_norms_that_are_frozen_after_a_while(setup: Setup) -> None:
+    def freeze(step: int) -> None:
+        if step == 60:
+            setup.set_lr(3e-3)
+            for module in setup.model.modules():
+                if isinstance(module, nn.BatchNorm2d):
+                    module.eval()
+
+    setup.before.append(freeze)
+
+
+@healthy("resnet")
+def pixels_up_to_255_behind_batch_norms(setup: Setup) -> None:
+    setup.damage = lambda step, x, y: (255 * x, y)
 
 
 PUBLIC = frozenset(HEALTHY) - _BEFORE

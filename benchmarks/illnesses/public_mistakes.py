@@ -18,7 +18,7 @@ from torch.nn.functional import (
 )
 
 from benchmarks.illnesses.training import Batch, Setup, adam, ill, sgd
-from tests.rules.fleet.models import GPT, layers
+from tests.rules.fleet.models import GPT, Rotating, layers
 from tests.rules.fleet.training import images, text
 
 # Modes
@@ -401,3 +401,73 @@ def a_training_that_forgets_all(setup: Setup) -> None:
     """It has learned by step 100; then labels are random, and the loss is where it began."""
     setup.steps = 420
     setup.damage = lambda step, x, y: (x, y if step < 130 else torch.randint(10, y.shape))
+
+
+# Buffers
+
+
+def by_chance(size: int) -> torch.Tensor:
+    """As torch.empty gives it where memory was used before."""
+    return torch.randint(-(2**31), 2**31, (size,)).to(torch.int32).view(torch.float32)
+
+
+@ill("uninitialised-buffer", on=("gpt",), where="inv_freq")
+def rotary_frequencies_that_nobody_computes(setup: Setup) -> None:
+    """As of a model that is made on the meta device: no checkpoint holds them."""
+    setup.model, setup.steps = Rotating(by_chance(16)), 30
+
+
+@ill("uninitialised-buffer", on=("gpt",), where="inv_freq")
+def rotary_frequencies_of_fresh_memory(setup: Setup) -> None:
+    setup.model, setup.steps = Rotating(torch.zeros(16)), 30
+
+
+@ill("uninitialised-buffer", on=("mlp",), where="scale")
+def a_table_that_nobody_computes(setup: Setup) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = layers(64, 64, 10)
+            self.register_buffer("scale", by_chance(64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.body(x + 1e-30 * self.scale.clamp(-1, 1))  # type: ignore[operator]
+            return out
+
+    setup.model, setup.steps = Scaled(), 30
+
+
+def momentum_of(setup: Setup, momentum: float) -> None:
+    for module in setup.model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = momentum
+
+
+@ill("still-statistics", on=("resnet",))
+def batch_norms_without_momentum(setup: Setup) -> None:
+    momentum_of(setup, 0.0)
+
+
+@ill("still-statistics", on=("resnet",))
+def batch_norms_in_evaluation_mode_from_the_beginning(setup: Setup) -> None:
+    for module in setup.model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+
+
+@ill("runaway-statistics", on=("resnet",))
+def a_momentum_above_1(setup: Setup) -> None:
+    momentum_of(setup, 1.9)
+
+
+@ill("runaway-statistics", on=("resnet",), where="1.norm1")
+def activations_that_a_norm_hides(setup: Setup) -> None:
+    """What comes into a batch norm doubles from step to step; it divides by that."""
+    setup.steps = 60
+    block: Any = setup.model[1]  # type: ignore[index]
+
+    def grow(step: int) -> None:
+        if step >= 20:
+            block.conv1.weight.data.mul_(2)
+
+    setup.before.append(grow)

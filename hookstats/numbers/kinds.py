@@ -64,6 +64,7 @@ _ROWS = (
     ),
     Kind("optimizer", "parameter", "the optimizer's{} of the parameter {}", "states of optimizers", is_update=True),
     Kind("buffer", "buffer", "the buffer{} {}", "buffers"),
+    Kind("buffer_sample", "buffer", "the sample{} of the buffer {}", "samples of buffers", is_sample=True),
     Kind(
         "token_weights", "module", "the token weights'{} of the loss of {}", "weights of tokens in losses",
         is_gradient=True, is_about=True,

@@ -8,6 +8,7 @@ from hookstats.rules.answers import initial_loss, no_progress, probabilities_as_
 from hookstats.rules.arriving import growing_gradients, missing_gradients
 from hookstats.rules.attention import attention_entropy, attention_logits, attention_sink
 from hookstats.rules.blocks import BLOCK_FORMATS, BlockFit
+from hookstats.rules.buffers import runaway_statistics, still_statistics, uninitialised_buffer
 from hookstats.rules.clipping import clipped_gradients
 from hookstats.rules.collapse import constant_output, equal_channels, posterior_collapse, silent_rows
 from hookstats.rules.cross_entropy import cross_entropy_gradient
@@ -93,13 +94,16 @@ __all__ = [
     "rule",
     "rule_from_json",
     "rule_to_json",
+    "runaway_statistics",
     "saturated_channels",
     "second_moment",
     "shrinking_weights",
     "silent_rows",
     "sorted_data",
+    "still_statistics",
     "story",
     "unchanged_parameters",
+    "uninitialised_buffer",
     "unscaled_input",
     "update_ratio",
     "vanishing_gradients",

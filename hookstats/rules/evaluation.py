@@ -28,7 +28,7 @@ def evaluation_mode(step: Step, memory: Memory, consecutive_steps: int = 3) -> I
     memory["has_run"] = has_run or runs
     if not has_run:
         return None
-    trains = bool((step.totals.abs_max[step.fired("param_grad")] > 0).any())
+    trains = not runs and bool((step.totals.abs_max[step.fired("param_grad")] > 0).any())
 
     def say(_: object, since: int) -> str:
         return (
@@ -36,4 +36,4 @@ def evaluation_mode(step: Step, memory: Memory, consecutive_steps: int = 3) -> I
             "use the running statistics of then. Call model.train() after a validation, before the next step."
         )
 
-    return Ill(trains and not runs, say, consecutive_steps, consecutive_steps, steps=consecutive_steps)
+    return Ill(trains, say, consecutive_steps, consecutive_steps, steps=consecutive_steps)

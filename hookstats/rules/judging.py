@@ -15,6 +15,7 @@ from hookstats.rules.activations import dead_channels, saturated_channels
 from hookstats.rules.answers import initial_loss, no_progress, probabilities_as_logits
 from hookstats.rules.arriving import growing_gradients, missing_gradients
 from hookstats.rules.attention import attention_entropy, attention_logits, attention_sink
+from hookstats.rules.buffers import runaway_statistics, still_statistics, uninitialised_buffer
 from hookstats.rules.clipping import clipped_gradients
 from hookstats.rules.collapse import constant_output, equal_channels, posterior_collapse, silent_rows
 from hookstats.rules.cross_entropy import cross_entropy_gradient
@@ -53,7 +54,10 @@ def defaults() -> list[Rule]:
     return [
         nonfinite,
         replica_drift,
+        uninitialised_buffer,
         evaluation_mode,
+        still_statistics,
+        runaway_statistics,
         input_shift,
         constant_input,
         unscaled_input,

@@ -49,7 +49,7 @@ def _stays(step: Step, memory: Memory, measured: Mask) -> Mask:
     if not memory.get("any stay", False) and not np.count_nonzero(still):
         ids = step.alike(_updates_with_weights)
         sizes = step.totals.l2_norm[weights[ids]]
-        before[ids] = np.where(np.isfinite(sizes), sizes, before[ids])
+        before[ids] = np.where(np.isfinite(sizes), sizes, before[ids]) if step.has_nonfinite else sizes
         return still
     values = np.where(measured & (weights >= 0), step.totals.l2_norm[weights], np.nan)
     is_other = (counts > 0) & np.isfinite(values) & np.isfinite(before) & (values != before)
@@ -88,14 +88,15 @@ def unchanged_parameters(step: Step, memory: Memory, steps: int = 20, all_steps:
         return None
     found = list(_all_zero(step, memory, measured, all_steps))
     still, changed = _stays(step, memory, measured), memory.of_sites("changed", False)
-    is_new = _is_computed_anew(step, memory)
-    moves = measured & ~still if np.count_nonzero(still) else measured
+    stands = np.count_nonzero(still) > 0
+    is_new = _is_computed_anew(step, memory, stands)
+    moves = measured & ~still if stands else measured
     changed |= moves
     norm = step.grad_norm or 0.0
     memory["norm"] = max(memory.get("norm", 0.0), norm if np.isfinite(norm) else 0.0)
     if np.count_nonzero(moves):
         memory["all since"], memory["norms"] = None, []
-        if found or not np.count_nonzero(still):
+        if found or not stands:
             return found
         lasts = still & (memory["stayed"] >= _LEAST) & (step.number - memory["since"] + 1 >= steps)
         if lasts.any():
@@ -117,11 +118,11 @@ def unchanged_parameters(step: Step, memory: Memory, steps: int = 20, all_steps:
     return found
 
 
-def _is_computed_anew(step: Step, memory: Memory) -> Mask:
+def _is_computed_anew(step: Step, memory: Memory, is_asked: bool) -> Mask:
     """``[n]``: of each update, whether its gradient is other than it was in the measured step before."""
     gradients, before = step.gradients_of_updates, memory.of_sites("gradients", np.nan)
     now, ids = step.totals.l1_norm, step.alike(fired_ids, "param_grad")
-    is_new = (gradients >= 0) & (now[gradients] != before[gradients])
+    is_new = (gradients >= 0) & (now[gradients] != before[gradients]) if is_asked else gradients >= 0
     before[ids] = now[ids]
     return np.asarray(is_new)
 

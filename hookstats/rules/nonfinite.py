@@ -61,10 +61,14 @@ def _count(step: Step, memory: Memory) -> Array | None:
     where all are."""
     seen, masks, totals = memory.of_sites("seen", False), memory.of_sites("masks", False), step.totals
     if step.has_nonfinite:
+        of_buffers = step.is_kind("buffer_sample")  # what these hold from the first step on is `uninitialised_buffer`'s
         may_mask = step.is_kind("output") | step.is_kind("input") | step.is_kind("buffer")
         masks |= ~seen & may_mask & (totals.neginfs > 0) & (totals.nans + totals.posinfs == 0)
+        masks |= ~seen & of_buffers & (step.nonfinite > 0)
+        bad = np.where(masks, (totals.nans + totals.posinfs) * ~of_buffers, step.nonfinite)[step.order]
+    else:
+        bad = None
     seen |= step.calls > 0
-    bad = np.where(masks, totals.nans + totals.posinfs, step.nonfinite)[step.order] if step.has_nonfinite else None
     return bad if bad is not None and bad.any() else None
 
 
@@ -82,7 +86,8 @@ def _note_losses(step: Step, memory: Memory) -> list[tuple[int, float]]:
 
 def _of_loss(step: Step, memory: Memory) -> Finding:
     loss, since = step.scalars.get("loss", math.nan), _since(step, memory)
-    masks = [site for site in step.in_order(memory.of_sites("masks", False)) if step.totals.neginfs[site]]
+    may_be_one = memory.of_sites("masks", False) & ~step.is_kind("buffer_sample")
+    masks = [site for site in step.in_order(may_be_one) if step.totals.neginfs[site]]
     if masks:
         sentence = (
             f"the loss is {loss}, and of the watched tensors {tensor_of(step.sites[masks[0]])} holds -Inf, as it has "
@@ -119,7 +124,8 @@ def _of_tensor(step: Step, memory: Memory, place: int, bad: float, overflows: in
         advice += f" The GradScaler has now skipped {skipped} measured steps in a row."
     since = _since(step, memory)
     sentence = f"{text} are {what}, the first in this step. {advice}{since} Go back to a checkpoint before it."
-    return step.finding("nonfinite", first, bad, 0, "critical", sentence)
+    severity = "warning" if kind_of(step.sites[first].tensor).of == "buffer" else "critical"  # all else is finite
+    return step.finding("nonfinite", first, bad, 0, severity, sentence)
 
 
 def _in_between(step: Step, memory: Memory) -> str:

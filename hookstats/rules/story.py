@@ -15,8 +15,8 @@ from hookstats.rules.formatting import number, times
 # How near to the beginning of a causal chain a rule looks: what comes in, the optimizer and the parameters, forward,
 # backward, the loss. Rules that are not named here look at forward.
 _DEPTH = {
-    "evaluation-mode": 0, "input-shift": 0, "constant-input": 0, "unscaled-input": 0,
-    "nonfinite": 1, "replica-drift": 1,
+    "uninitialised-buffer": 0, "evaluation-mode": 0, "input-shift": 0, "constant-input": 0, "unscaled-input": 0,
+    "nonfinite": 1, "replica-drift": 1, "still-statistics": 1,
     "growing-gradients": 2, "unchanged-parameters": 2, "lost-updates": 2, "shrinking-weights": 2,
     "probabilities-as-logits": 2, "nll-of-logits": 2, "broadcast-target": 2, "sorted-data": 0, "equal-channels": 1,
     "outside-write": 2, "optimizer-formula": 2, "cross-entropy-gradient": 2, "clipped-gradients": 1, "silent-rows": 4,

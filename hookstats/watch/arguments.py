@@ -22,7 +22,9 @@ from hookstats.watch.judging import Recorder
 from hookstats.watch.laws import NEEDS
 from hookstats.watch.scaling import check_scaler
 
-DEFAULT_TENSORS = ("output", "grad_output", "model_input", "param_sample", "param_grad", "update_sample")
+DEFAULT_TENSORS = (
+    "output", "grad_output", "model_input", "param_sample", "param_grad", "update_sample", "buffer_sample"
+)  # fmt: skip
 OF_PARAMETERS = tuple(kind.name for kind in KINDS.values() if kind.of != "module")
 OF_LANGUAGE = tuple(kind.name for kind in KINDS.values() if kind.is_about)
 TENSORS = (*KINDS, "model_input")

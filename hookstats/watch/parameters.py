@@ -31,7 +31,7 @@ from hookstats.watch.memory import Entry, Store, local_part
 from hookstats.watch.optimizer_law import KIND as LAW
 from hookstats.watch.optimizer_law import OptimizerLaw
 from hookstats.watch.samples import KINDS as SAMPLES
-from hookstats.watch.samples import Sample, Samples
+from hookstats.watch.samples import OF_BUFFERS, Sample, Samples, may_be_sampled, values_of
 from hookstats.watch.scaling import Scaling
 from hookstats.watch.states import KIND as STATES
 from hookstats.watch.states import States
@@ -107,7 +107,8 @@ class Parameters:
         """Watches a parameter."""
         tensor = slot.get()
         assert tensor is not None
-        if slot.is_buffer and not tensor.is_floating_point() and tensor.dtype not in _COUNTS:
+        is_read = slot.is_buffer and BUFFER in self._kinds
+        if is_read and not tensor.is_floating_point() and tensor.dtype not in _COUNTS:
             problem = f"expected a floating buffer, or one of {', '.join(map(str, _COUNTS))}; got {tensor.dtype}"
             return self._binder.skipping.give_up([Site(name, BUFFER)], problem)
         if getattr(tensor, "main_param_sharded", False):  # see Parameter.get: parts of no shape
@@ -124,11 +125,11 @@ class Parameters:
             entry.channel_dim, entry.group_size = dim, group_size
             entry.sharding = sharding_of(tensor, dim) if is_dtensor(tensor) else None
             parameter.entries[kind] = entry
-        is_there = not isinstance(tensor, nn.parameter.UninitializedParameter) and not tensor.is_meta
+        is_there = not nn.parameter.is_lazy(tensor) and not tensor.is_meta
         if "param_update" in parameter.entries and is_there:
             self._may_copy(parameter, local_part(tensor))
         if is_there and not parameter.entries.keys().isdisjoint(SAMPLES):
-            self._samples.make_room(parameter, local_part(tensor))
+            self._samples.make_room(parameter, values_of(parameter, local_part(tensor)))
         self._parameters.all.append(parameter)
         if LOCAL_GRADIENT in parameter.entries:
             self.local_gradients.watch(parameter)
@@ -224,7 +225,7 @@ class Parameters:
     def _read_with(self, optimizer: Optimizer) -> list[Parameter]:
         """What is read when it steps: its parameters that are watched, and buffers that were not read in this step."""
         stepping = self._among(optimizer)
-        waiting = [each for each in self._buffers if BUFFER not in each.measured]
+        waiting = [each for each in self._buffers if not each.measured]
         return stepping + waiting if waiting and (stepping or self._is_of_model(optimizer)) else stepping
 
     def _is_of_model(self, optimizer: Optimizer) -> bool:
@@ -256,7 +257,7 @@ class Parameters:
             tensor = each.get()
             if tensor is None or nn.parameter.is_lazy(tensor) or not self._is_wanted(each, kind, by_optimizer):
                 return None
-            if kind == "param_sample":
+            if kind_of(kind).is_sample:
                 sample = samples.get(each)
                 return None if sample is None else sample.values
             if kind == BUFFER:
@@ -397,8 +398,8 @@ class Parameters:
                 if kind not in (OUTSIDE, LAW)
             )
         ]
-        known = [each for each in others if each in self._samples.taken]
-        new = [each for each in others if each not in self._samples.taken]
+        known = [each for each in others if each in self._samples.taken and not each.is_buffer]
+        new = [each for each in others if each not in self._samples.taken or each.is_buffer]
         changed = self._samples.take(known, changes=True)
         self._measure_changes(changed, by_optimizer=False)
         self._unstepped = changed | self._samples.take(new, changes=False)
@@ -479,10 +480,14 @@ class Parameters:
 
 
 def kinds_of(slot: Slot, tensor: torch.Tensor, kinds: tuple[str, ...]) -> list[str]:
-    """The sites that a parameter has, or a buffer, before an optimizer shows what it keeps.
+    """Return the sites that a parameter has, or a buffer, before an optimizer shows what it keeps.
 
     One that is frozen has no gradient, and nothing updates it.
     """
     if slot.is_buffer:
-        return [kind for kind in kinds if kind == BUFFER]
-    return [kind for kind in kinds if kind not in (BUFFER, STATES) and (kind == "param" or tensor.requires_grad)]
+        return [kind for kind in kinds if kind == BUFFER or (kind == OF_BUFFERS and may_be_sampled(tensor))]
+    return [
+        kind
+        for kind in kinds
+        if kind_of(kind).of == "parameter" and kind != STATES and (kind == "param" or tensor.requires_grad)
+    ]

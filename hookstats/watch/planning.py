@@ -9,13 +9,13 @@ from torch import nn
 
 from hookstats.modules.channels import ChannelAxis, channels_of, input_channels, wanted_by_name
 from hookstats.modules.heads import NO_GROUPS, GroupSizes, group_sizes
-from hookstats.modules.selection import Modules, clean_names, select, watched_root
+from hookstats.modules.selection import Modules, Slot, clean_names, select, watched_root
 from hookstats.numbers.kinds import kind_of
 from hookstats.watch.arguments import OF_LANGUAGE, OF_PARAMETERS, Channels, channel_names, device_of
 from hookstats.watch.batches import placing
 from hookstats.watch.hooks import Hook, InputHook, Kinds, ModelInputHook, SiteSpec
 from hookstats.watch.memory import Store
-from hookstats.watch.parameters import BUFFER, kinds_of
+from hookstats.watch.parameters import kinds_of
 
 
 class Plan:
@@ -33,8 +33,9 @@ class Plan:
         self.of_parameters = tuple(kind for kind in kinds if kind in OF_PARAMETERS)
         self._of_outputs = _pair(kinds, "output", "grad_output")
         self._of_inputs = _pair(kinds, "input", "grad_input")
-        of_parameters, has_buffers = bool(self.of_parameters), BUFFER in self.of_parameters
-        self.modules, self.parameters = select(model, modules, exclude, of_parameters, has_buffers)
+        has_buffers = any(kind_of(kind).of == "buffer" for kind in self.of_parameters)
+        self.modules, chosen = select(model, modules, exclude, bool(self.of_parameters), has_buffers)
+        self.parameters = {name: slot for name, slot in chosen.items() if self._is_measured(slot)}
         if not any(self._of_outputs + self._of_inputs):
             self.modules = {}
         self._root = watched_root(model, exclude) if "model_input" in kinds else None
@@ -55,6 +56,11 @@ class Plan:
         self.trained = frozenset(
             name for name, m in self.modules.items() if any(parameter.requires_grad for parameter in m.parameters())
         )
+
+    def _is_measured(self, slot: Slot) -> bool:
+        """Whether a parameter, or a buffer, has sites: of buffers, samples are taken of some alone."""
+        tensor = slot.get()
+        return not slot.is_buffer or (tensor is not None and bool(kinds_of(slot, tensor, self.of_parameters)))
 
     def _given_groups(self, channels: Channels) -> dict[str, GroupSizes]:
         """The caller's, of outputs and parameters."""

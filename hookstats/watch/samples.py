@@ -14,11 +14,12 @@ from hookstats.numbers import kinds
 from hookstats.watch.batches import Parameter, part_held
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.flags import is_capturing
-from hookstats.watch.memory import Store
+from hookstats.watch.memory import Store, local_part
 from hookstats.watch.skipping import Captured
 
 SIZE = 4096  # elements of a parameter, at most
 KINDS = tuple(kind.name for kind in kinds.KINDS.values() if kind.is_sample)
+OF_BUFFERS = "buffer_sample"
 _PLAIN = (torch.nn.Parameter, torch.Tensor)
 
 
@@ -101,7 +102,10 @@ class Samples:
         tensors: list[torch.Tensor] = []
         for each, sample in samples.items():
             tensor = each.get()
-            if tensor is None or type(tensor) not in _PLAIN or tensor.numel() != sample.numel:
+            if tensor is None or type(tensor) not in _PLAIN:
+                return False
+            tensor = values_of(each, tensor)
+            if tensor.numel() != sample.numel:
                 return False
             if self._samples.get(each) is not sample or (changes and each not in self.taken):
                 return False
@@ -114,7 +118,9 @@ class Samples:
 
     def _local(self, each: Parameter) -> torch.Tensor | None:
         tensor, found = each.get(), None
-        if tensor is None or isinstance(tensor, torch.nn.parameter.UninitializedParameter):
+        if tensor is None or torch.nn.parameter.is_lazy(tensor):
+            return None
+        if each.is_buffer and (tensor.is_meta or not may_be_sampled(tensor)):
             return None
         for kind in KINDS:
             if each.measures(kind):
@@ -123,7 +129,7 @@ class Samples:
             return None
         if _native.has_no_data(found):
             raise TypeError("expected a plain tensor with data, got a wrapper or a mere shape")
-        return found
+        return values_of(each, found)
 
     def _read(self, members: list[tuple[Parameter, torch.Tensor]], changes: bool) -> dict[Parameter, Sample]:
         """Those that could be read, of parameters on one device."""
@@ -151,6 +157,25 @@ class Samples:
             raise error
         entries = [each.entries[kind] for kind in KINDS if each.measures(kind)]
         self._binder.leave_out(entries, error)
+
+
+def may_be_sampled(buffer: torch.Tensor) -> bool:
+    """Return whether a buffer has a sample. Of parameters whoever has none is told; models hold buffers of all sorts.
+
+    Counts and masks of integers, empty ones, and views whose elements do not lie side by side have none.
+    """
+    if torch.nn.parameter.is_lazy(buffer):
+        return True  # it will have values
+    local = local_part(buffer)
+    if type(local) not in _PLAIN or local.layout != torch.strided or local.is_conj() or local.numel() == 0:
+        return False
+    as_in_memory = local.permute(sorted(range(local.dim()), key=local.stride, reverse=True))
+    return (local.dtype in _native.DTYPES or local.is_complex()) and as_in_memory.is_contiguous()
+
+
+def values_of(each: Parameter, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the real numbers of a tensor: a rotary table may be complex."""
+    return torch.view_as_real(tensor) if each.is_buffer and tensor.is_complex() else tensor
 
 
 def _dtype(tensor: torch.Tensor) -> torch.dtype:

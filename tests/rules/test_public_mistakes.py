@@ -61,6 +61,13 @@ NAMED = [
     ("workers_whose_random_generators_are_equal", "mlp", "constant-input", "note", "random generators begin alike"),
     ("microbatches_whose_losses_are_added_up", "gpt", "initial-loss", "note", "Divide each loss by 8"),
     ("a_training_that_forgets_all", "tanh", "no-progress", "note", "after 200 steps"),
+    (
+        "rotary_frequencies_that_nobody_computes", "gpt", "uninitialised-buffer", "warning",
+        "the sample of the buffer inv_freq was never computed",
+    ),
+    ("batch_norms_without_momentum", "resnet", "still-statistics", "warning", "are 0 and 1 as at the beginning"),
+    ("a_momentum_above_1", "resnet", "runaway-statistics", "warning", "no variance is below 0"),
+    ("activations_that_a_norm_hides", "resnet", "runaway-statistics", "warning", "1.norm1.running_var runs away"),
 ]  # fmt: skip
 
 
@@ -96,6 +103,11 @@ TWINS = {
     "growing-gradients": ["a_gradient_that_is_scaled_from_outside.mlp", "a_generator_and_its_critic.mlp"],
     "initial-loss": ["microbatches.gpt"],
     "unchanged-parameters": ["layers_that_are_trained_one_after_another.mlp", "a_minimum_that_is_found.mlp"],
+    "uninitialised-buffer": ["rotary_frequencies.gpt"],
+    "still-statistics": ["batch_norms_of_a_trained_model_that_are_frozen.resnet"],
+    "runaway-statistics": [
+        "pixels_up_to_255_behind_batch_norms.resnet", "batch_norms_that_are_frozen_after_a_while.resnet",
+    ],
     "vanishing-gradients": ["an_actor_and_a_critic.mlp"],
 }  # fmt: skip
 

@@ -12,6 +12,9 @@ from torch import nn
 
 import hookstats
 from hookstats import Channels, Options, Site, Snapshot
+from hookstats.numbers import fields
+from tests.conftest import compare
+from tests.kernels.test_samples import places
 
 STRICT = Options(strict=True)
 
@@ -217,7 +220,8 @@ def test_training_does_not_change_by_one_bit(compiled: bool) -> None:
         torch.manual_seed(1)
         optimizer = torch.optim.AdamW(each.parameters(), 1e-2)
         run = torch.compile(each, backend="aot_eager", fullgraph=True) if compiled else each
-        monitor = hookstats.attach(each, tensors=("output", "buffer"), every=1) if each is model else None
+        kinds = ("output", "buffer", "buffer_sample")
+        monitor = hookstats.attach(each, tensors=kinds, every=1) if each is model else None
         for _ in range(5):
             optimizer.zero_grad()
             run(torch.randn(6, 4)).square().mean().backward()
@@ -225,8 +229,78 @@ def test_training_does_not_change_by_one_bit(compiled: bool) -> None:
             if monitor is not None:
                 snapshot = monitor.step()
                 assert values_of(snapshot, "1.running_mean") == pytest.approx(model[1].running_mean.tolist())
+                sample = snapshot["1.running_var", "buffer_sample"].total  # type: ignore[index]
+                assert sample.max == model[1].running_var.max()
     for mine, other in zip(model.state_dict().values(), bare.state_dict().values(), strict=True):
         assert torch.equal(mine, other)
+
+
+def with_buffers() -> nn.Module:
+    """Of all sorts: those that have a sample, and others."""
+    model: Any = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    model.register_buffer("inv_freq", torch.rand(5), persistent=False)
+    model.register_buffer("freqs_cis", torch.polar(torch.ones(3, 4), torch.rand(3, 4)))
+    model.register_buffer("large", torch.rand(90, 80).t())
+    model.register_buffer("small", torch.rand(7).bfloat16())
+    model.register_buffer("mask", torch.ones(4) > 0)
+    model.register_buffer("part", torch.rand(3, 4)[:, :2])
+    model.register_buffer("spread", torch.rand(1, 4).expand(5, 4))
+    model.register_buffer("empty", torch.empty(0))
+    model.register_buffer("nothing", None)
+    return model  # type: ignore[no-any-return]
+
+
+SAMPLED = ("inv_freq", "freqs_cis", "large", "small", "1.running_mean", "1.running_var")
+
+
+def of_samples(snapshot: Snapshot | None) -> dict[str, Any]:
+    assert snapshot is not None
+    return {site.name: stats for site, stats in snapshot.items() if site.tensor == "buffer_sample" and stats.calls}
+
+
+@pytest.mark.filterwarnings("error")
+def test_samples_of_floating_buffers_are_taken_by_default_and_of_others_nothing_is_said() -> None:
+    model = with_buffers()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with hookstats.attach(model, every=1, options=STRICT) as monitor:
+        for _ in range(3):
+            model(torch.randn(6, 4)).square().sum().backward()
+            found = {name: model.get_buffer(name).clone() for name in SAMPLED}
+            optimizer.step()
+            samples = of_samples(monitor.step())
+            assert set(samples) == set(SAMPLED)
+            for name, buffer in found.items():
+                real = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+                flat = (real.t() if name == "large" else real).reshape(-1).double()
+                wanted = flat[places(flat.numel())]
+                assert (samples[name].channels, samples[name].histogram) == (None, None)
+                got = {each: getattr(samples[name].total, each) for each in fields.STATISTICS}
+                compare(got, wanted.numpy(), name, 1e-5)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_sampled_buffer_may_be_replaced_by_any_other_and_one_on_meta_or_lazy_come_when_they_are_there() -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.LazyBatchNorm1d())
+    model.register_buffer("table", torch.rand(4))
+    model.register_buffer("later", torch.empty(4, device="meta"))
+    with hookstats.attach(model, tensors=("buffer_sample",), every=1, options=STRICT) as monitor:
+        assert set(of_samples(monitor.step())) == {"table"}
+        model.later = torch.full((4,), 2.0)
+        model.table = torch.rand(4, 4)[:, 1]  # a view whose elements do not lie side by side
+        model(torch.randn(6, 4))
+        samples = of_samples(monitor.step())
+        assert set(samples) == {"later", "1.running_mean", "1.running_var"}
+        assert samples["later"].total.mean == 2
+        model.table = torch.full((3, 3), 3.0, dtype=torch.float64)
+        assert of_samples(monitor.step())["table"].total.mean == 3
+
+
+def test_a_buffers_name_selects_its_sample_and_one_without_a_sample_nothing() -> None:
+    model = with_buffers()
+    with hookstats.attach(model, ["*.running_var", "inv_freq"], tensors=("output", "buffer_sample")) as monitor:
+        assert {site.name for site in monitor.sites} == {"1.running_var", "inv_freq"}
+    with pytest.raises(ValueError, match="expected to select something that has output or buffer_sample"):
+        hookstats.attach(model, "mask", tensors=("output", "buffer_sample"))
 
 
 def test_a_mask_of_minus_infinity_is_no_finding_and_a_nan_is(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ function shortened(name, most = 56) {
 const KINDS = {
   output: "Outputs", grad_output: "Gradients of outputs", input: "Inputs", grad_input: "Gradients of inputs",
   param: "Parameters", param_grad: "Gradients of parameters", param_update: "Updates of parameters",
-  param_sample: "Parameters, a sample", update_sample: "Updates, a sample",
+  param_sample: "Parameters, a sample", update_sample: "Updates, a sample", buffer_sample: "Buffers, a sample",
 };
 const titleOf = (kind) => KINDS[kind] ?? shortened(kind);
 const kindOf = (site) => record.sites[site][1].split(".")[0];
@@ -50,7 +50,7 @@ const wordsOf = (tensor) => {
   const [kind, ...rest] = tensor.split(".");
   const words = { output: "output", grad_output: "gradient of the output", input: "input", grad_input: "gradient of the input",
     param: "parameter", param_grad: "gradient of the parameter", param_update: "update of the parameter",
-    param_sample: "sample of the parameter", update_sample: "sample of the update" }[kind];
+    param_sample: "sample of the parameter", update_sample: "sample of the update", buffer_sample: "sample of the buffer" }[kind];
   return shortened(words ? [words, ...rest].join(" ") : tensor);
 };
 

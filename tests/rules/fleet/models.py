@@ -51,6 +51,31 @@ class GPT(nn.Module):
         return cross_entropy(self(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten(), **how)
 
 
+class Rotating(nn.Module):
+    """A language model whose attention turns queries and keys by their places, without a block after it."""
+
+    def __init__(self, frequencies: torch.Tensor) -> None:
+        super().__init__()
+        self.tokens, self.qkv, self.proj = nn.Embedding(129, 32), nn.Linear(32, 96), nn.Linear(32, 32)
+        self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, 128)
+        self.register_buffer("inv_freq", frequencies, persistent=False)
+        self.register_buffer("mask", torch.full((64, 64), -torch.inf).triu(1), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x, length = self.tokens(ids), ids.shape[1]
+        angles = torch.outer(torch.arange(length).float(), self.inv_freq)  # type: ignore[arg-type]
+        cos, sin = torch.cat([angles, angles], -1).cos(), torch.cat([angles, angles], -1).sin()
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        q, k = (each * cos + torch.cat([-each[..., 16:], each[..., :16]], -1) * sin for each in (q, k))
+        logits = q @ k.transpose(-1, -2) / 32**0.5 + self.mask[:length, :length]  # type: ignore[index]
+        out: torch.Tensor = self.head(x + self.proj(logits.softmax(-1) @ v))
+        return out
+
+
+def frequencies() -> torch.Tensor:
+    return 1e4 ** -(torch.arange(16) / 16)
+
+
 class Recurrent(nn.Module):
     """A language model with an LSTM or a GRU."""
 
