@@ -21,7 +21,7 @@ from benchmarks.illnesses.healthy import HEALTHY
 from benchmarks.illnesses.training import seeded
 from hookstats import Snapshot
 from hookstats.numbers.token_weights import NAMES, TokenWeights
-from hookstats.rules import LAWS, judge
+from hookstats.rules import judge, rules_of_laws
 from hookstats.rules.laws import bias_ratios
 from hookstats.rules.step import SiteIds, Step
 from hookstats.watch.arguments import DEFAULT_TENSORS
@@ -89,7 +89,7 @@ def table(found: dict[str, dict[str, list[float]]], alarms: dict[str, list[str]]
     for law in RESIDUALS:
         own = [each[law] for each in found.values() if each[law]]
         values = np.array([value for each in own for value in each] or [np.nan])
-        rule = LAWS[law].name
+        rule = rules_of_laws()[law].name
         told = [name for name, rules in alarms.items() if rule in rules]
         yield (
             f"| {law} | {len(own)} | {sum(map(len, own)):,} | {np.median(values):.2g} | "
@@ -111,7 +111,7 @@ def main() -> None:
             break
         snapshots = measured(name)
         found[name] = residuals(snapshots)
-        told = judge(snapshots, rules=list(LAWS.values()))
+        told = judge(snapshots, rules=list(rules_of_laws().values()))
         alarms[name] = [each.rule for each in told if each.severity != "note"]
         worst = {law: f"{max(own):.2g}" for law, own in found[name].items() if own}
         print(f"{name}: {worst} {[str(each) for each in told]}", flush=True)

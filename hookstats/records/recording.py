@@ -31,7 +31,7 @@ from hookstats.records.findings import read_findings
 from hookstats.records.places import rank_folder
 from hookstats.records.ring import Ring
 from hookstats.records.writing import Thinning, WriterProcess
-from hookstats.rules import LAWS, Finding, Rule, defaults, rule_to_json
+from hookstats.rules import Finding, Rule, defaults, rule_to_json, rules_of_laws
 
 _LEAST_RING = 64 << 20
 _MOST_GIVEN = 10_000  # steps of which scalars wait for room
@@ -114,7 +114,7 @@ class Recording:
         self._sites_sent = 0
         self._findings_read = 0
         broken = [name for name, holds in settings.get("options", {}).get("laws", {}).items() if not holds]
-        left_out = {rule_to_json(LAWS[name])["rule"] for name in broken}
+        left_out = {rule_to_json(rules_of_laws()[name])["rule"] for name in broken}
         rules = [rule for rule in self._rules if rule["rule"] not in left_out]
         self._refuse_others()
         about = {**settings, "hookstats": _version(), "host": socket.gethostname(), "time": time.time()}

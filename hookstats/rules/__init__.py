@@ -18,7 +18,16 @@ from hookstats.rules.experts import dead_experts, expert_load
 from hookstats.rules.finding import SEVERITIES, Cause, Finding
 from hookstats.rules.gradients import exploding_gradients, vanishing_gradients
 from hookstats.rules.inputs import constant_input, input_shift, unscaled_input
-from hookstats.rules.judging import LAWS, Function, Judge, defaults, is_ours, judge, rule_from_json, rule_to_json
+from hookstats.rules.judging import (
+    Function,
+    Judge,
+    defaults,
+    is_ours,
+    judge,
+    rule_from_json,
+    rule_to_json,
+    rules_of_laws,
+)
 from hookstats.rules.laws import bias_gradient, reduced_gradient, replica_drift
 from hookstats.rules.learning import lost_updates, shrinking_weights, unchanged_parameters
 from hookstats.rules.memory import Memory
@@ -37,7 +46,6 @@ from hookstats.rules.updates import update_ratio
 
 __all__ = [
     "BLOCK_FORMATS",
-    "LAWS",
     "SEVERITIES",
     "BlockFit",
     "Cause",
@@ -94,6 +102,7 @@ __all__ = [
     "rule",
     "rule_from_json",
     "rule_to_json",
+    "rules_of_laws",
     "runaway_statistics",
     "saturated_channels",
     "second_moment",

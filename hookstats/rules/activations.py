@@ -15,7 +15,7 @@ _COUNT, _ZEROS = FIELDS.index("count"), FIELDS.index("zeros")
 _LEAST_VALUES = 100  # of a channel, over all verdicts in a row, or a share of 1 % cannot be told
 
 
-@rule(of="output")
+@rule(of="output", depth=3)
 def dead_channels(
     step: Step,
     memory: Memory,
@@ -120,7 +120,7 @@ def _dead(step: Step, site: int, gradient: int, active: float, verdicts: int) ->
 
 
 def has_zero_weights(step: Step, output: int) -> bool:
-    """Whether the weight of the module that an output belongs to has nothing but zeros, as far as it is measured."""
+    """Return whether the weight of an output's module has nothing but zeros, as far as it is measured."""
     weights = step.once(_weights_of, output)
     return any(step.totals.count[i] > 0 and step.totals.abs_max[i] == 0 for i in weights)
 
@@ -130,7 +130,7 @@ def _weights_of(step: Step, output: int) -> list[int]:
     return [i for i, site in enumerate(step.sites) if site.name == name and site.tensor in ("param", "param_sample")]
 
 
-@rule(of="output")
+@rule(of="output", depth=3)
 def saturated_channels(
     step: Step,
     memory: Memory,

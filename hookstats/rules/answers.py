@@ -1,4 +1,4 @@
-"""What comes out: probabilities where logits are expected, a loss that does not come down."""
+"""The model's answers: probabilities where logits are expected, a loss that does not come down."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hookstats.rules.memory import Memory
 from hookstats.rules.step import Step
 
 
-@rule()
+@rule(depth=2)
 def probabilities_as_logits(step: Step, consecutive_steps: int = 10) -> Ill | None:
     """Probabilities are given to a cross-entropy that expects logits: softmax or sigmoid before it (warning).
 
@@ -51,7 +51,7 @@ def probabilities_as_logits(step: Step, consecutive_steps: int = 10) -> Ill | No
 
 
 def _is_cross_entropy_of(step: Step, site: int, classes: int, loss: float) -> bool:
-    """Whether loss and gradient are those of a cross-entropy of logits in [0, 1]."""
+    """Return whether loss and gradient are those of a cross-entropy of logits in [0, 1]."""
     least, most = math.log(1 + (classes - 1) / math.e), math.log(1 + (classes - 1) * math.e)
     gradient = int(step.partner("output", "grad_output")[site])
     if not least * 0.999 <= loss <= most * 1.001 or gradient < 0 or not step.calls[gradient]:
@@ -66,7 +66,7 @@ def _is_cross_entropy_of(step: Step, site: int, classes: int, loss: float) -> bo
     return bool(is_softmax and 0.75 < size / expected < 1.25)
 
 
-@rule()
+@rule(depth=3)
 def initial_loss(step: Step, memory: Memory, factor: float = 3.0) -> Ill | None:
     """The first loss is far above that of guessing: wrong answers that are sure, or losses that are added up (a note).
 
@@ -114,7 +114,7 @@ def initial_loss(step: Step, memory: Memory, factor: float = 3.0) -> Ill | None:
     return Ill(is_ill, say, loss, guessing, "note", site=site)
 
 
-@rule(per_site=False)
+@rule(per_site=False, depth=6, is_cause=False)
 def no_progress(step: Step, memory: Memory, share: float = 0.02, after: int = 100) -> Ill | list[Ill] | None:
     """The loss is where it began (a note): what it was in the first 5 steps, after ``after`` = 100 of them.
 

@@ -1,10 +1,10 @@
-"""Whether gradients reach all parameters, and are those of one step alone."""
+"""Gradients on their way: whether they reach all parameters, and are those of one step alone."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from hookstats.numbers.fields import Array, Counts, Site
+from hookstats.numbers.fields import Array, Counts
 from hookstats.numbers.kinds import is_of_kind
 from hookstats.rules.engine import rule
 from hookstats.rules.finding import Finding
@@ -15,7 +15,7 @@ from hookstats.rules.step import Mask, Step
 SPARSE = 0.5  # share of a gradient that is 0, from which on it is one of rows that were not in the batch
 
 
-@rule(of="param_grad", per_site=False)
+@rule(of="param_grad", per_site=False, depth=4)
 def missing_gradients(step: Step, memory: Memory, steps: int = 20) -> list[Finding] | None:
     """Parameters that never get a gradient, although what they belong to runs and others get theirs: note, or warning.
 
@@ -85,7 +85,7 @@ def missing_gradients(step: Step, memory: Memory, steps: int = 20) -> list[Findi
 
 
 def _is_cut(step: Step, missing: list[int], ran: dict[str, int], reached: Mask) -> bool:
-    """Whether all that runs up to there lacks gradients, or what runs behind it in the same block has some.
+    """Return whether all that runs up to there lacks gradients, or what runs after it in the same block has some.
 
     Otherwise it may be a head of its own.
     """
@@ -104,7 +104,7 @@ def _is_cut(step: Step, missing: list[int], ran: dict[str, int], reached: Mask) 
     return False
 
 
-@rule(of="param_grad", per_site=False)
+@rule(of="param_grad", per_site=False, depth=2)
 def growing_gradients(
     step: Step, memory: Memory, residual: float = 0.05, growth: float = 3.0, consecutive_steps: int = 5
 ) -> list[Finding] | None:
@@ -200,7 +200,7 @@ def _pairs(step: Step) -> Counts:
 
 
 def _pairs_that_came(step: Step) -> tuple[Counts, bool, Counts | None]:
-    """Those of `sums_of_outputs`, whether some are of weights, and the ids of their updates, if any are measured."""
+    """Return the pairs of `sums_of_outputs` that came, whether some are of weights, and their updates' ids."""
     pairs, count = step.once(sums_of_outputs), step.totals.count
     pairs = pairs[:, (count[pairs[0]] > 0) & (count[pairs[1]] > 0)]
     return pairs, bool(pairs[2].any()), step.updates_of_gradients[pairs[0]] if step.updates.any() else None
@@ -209,11 +209,11 @@ def _pairs_that_came(step: Step) -> tuple[Counts, bool, Counts | None]:
 def sums_of_outputs(step: Step) -> Counts:
     """``[3, pairs]``: the ids of gradients of biases, and of weights without one, which may be embeddings; those of the
     gradients of the outputs of their modules; and which are of weights."""
-    ids, found = {site: place for place, site in enumerate(step.sites)}, []
+    found = []
     for site in np.flatnonzero(step.is_kind("param_grad")).tolist():
         module, _, name = step.sites[site].name.rpartition(".")
-        output = ids.get(Site(module, "grad_output"), -1)
-        is_weight = name == "weight" and Site(f"{module}.bias".lstrip("."), "param_grad") not in ids
+        output = step.id_of(module, "grad_output")
+        is_weight = name == "weight" and step.id_of(f"{module}.bias".lstrip("."), "param_grad") < 0
         if output >= 0 and (name == "bias" or is_weight):
             found.append((site, output, int(is_weight)))
     result: Counts = np.array(found, np.int64).reshape(-1, 3).T

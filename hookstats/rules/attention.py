@@ -13,7 +13,7 @@ from hookstats.rules.memory import Memory
 from hookstats.rules.step import Step
 
 
-@rule(of="attention.max_logit")
+@rule(of="attention.max_logit", depth=3)
 def attention_logits(step: Step, value: float = 100.0, consecutive_steps: int = 3) -> list[Ill]:
     """Logits of an attention are so large that its softmax is a choice of one key (warning): above ``value`` = 100.
 
@@ -58,7 +58,7 @@ def attention_logits(step: Step, value: float = 100.0, consecutive_steps: int = 
     ]
 
 
-@rule(of="attention.entropy")
+@rule(of="attention.entropy", depth=3)
 def attention_entropy(
     step: Step,
     memory: Memory,
@@ -106,7 +106,7 @@ def attention_entropy(
     return Ill(ill, say, ratios, ratio, judged=judged, steps=consecutive_steps)
 
 
-@rule(of="attention.sink")
+@rule(of="attention.sink", depth=3)
 def attention_sink(step: Step, share: float = 0.3, heads: float = 0.5, consecutive_steps: int = 10) -> Ill:
     """Heads of an attention rest on the first key (a note): more than ``share`` = 0.3 of what they give.
 

@@ -1,4 +1,4 @@
-"""Whether tensors would fit into formats with a scale for each block: from the distances to the blocks' largest."""
+"""Formats with a scale for each block: what tensors would lose in them, from the distances to the blocks' largest."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SMALLEST_SCALE = 2.0**-8 / 448  # of NVFP4, relative to the largest: rounding m
 
 
 class BlockFit(NamedTuple):
-    """What casting to a format with a scale for each block would do to a tensor."""
+    """The effect of casting a tensor to a format with a scale for each block."""
 
     site: Site
     format: str
@@ -41,7 +41,7 @@ class BlockFit(NamedTuple):
 
 
 class BlockFits(NamedTuple):
-    """The same of many tensors, arrays ``[k]``."""
+    """The effect on many tensors, arrays ``[k]``."""
 
     ids: Counts
     least: Array
@@ -51,7 +51,7 @@ class BlockFits(NamedTuple):
 
 
 def block_fits(step: Step, chosen: Mask, name: str) -> BlockFits:
-    """Of those among some sites that have blocks of this format's size and values in them that are not 0."""
+    """Return the effect on those of the chosen sites that have blocks of this format's size, not all of them 0."""
     format = BLOCK_FORMATS[name]
     fits = isinstance(step.bins, ExponentBins) and step.bins.block == format.block
     ids, counts = step.blocks(chosen if fits else np.zeros_like(chosen))
@@ -81,7 +81,7 @@ def block_fits(step: Step, chosen: Mask, name: str) -> BlockFits:
 
 
 def _standard_errors(lost: Counts, values: Counts, counted: Array) -> Array:
-    """Of the shares lost / values ``[k]``, from 8 groups of blocks ``[k, 8]``, each a sample by itself.
+    """Return the standard errors of lost / values ``[k]``, from 8 groups of blocks ``[k, 8]``, each a sample by itself.
 
     Values of a block are alike, so it is the groups that tell how far a sample may be off: a ratio's error from
     interpenetrating subsamples (Wolter, Introduction to Variance Estimation, 2007, chapter 2). At least as if one value

@@ -13,7 +13,7 @@ from hookstats.rules.judging import defaults
 
 
 class Page(NamedTuple):
-    """Of one rule. ``name``: of its findings. ``arguments``: with their defaults."""
+    """The page of a rule. ``name``: of its findings. ``arguments``: with their defaults."""
 
     name: str
     of: str
@@ -21,7 +21,7 @@ class Page(NamedTuple):
     paragraphs: list[str]
 
     def lines(self, width: int) -> Iterator[str]:
-        """As text, wrapped at `width` columns."""
+        """Yield the page as text, wrapped at `width` columns."""
         yield from textwrap.wrap(f"{self.name}: {self.paragraphs[0]}", width)
         for paragraph in [*self.paragraphs[1:], f"hookstats.rules.{self.of}({self.arguments})"]:
             yield ""
@@ -29,7 +29,7 @@ class Page(NamedTuple):
 
 
 def pages() -> list[Page]:
-    """Those of all default rules, in their order."""
+    """Return the pages of all default rules, in their order."""
     found = []
     for rule in defaults():
         of, text = rule.function.__name__, inspect.getdoc(rule.function) or ""
@@ -42,7 +42,7 @@ def pages() -> list[Page]:
 
 
 def page(name: str) -> Page:
-    """By the name of its findings, or of its function. ValueError for any other, with those that are near."""
+    """Return the page of a rule, by the name of its findings or its function. ValueError for others, with near ones."""
     all_pages = pages()
     for each in all_pages:
         if name in (each.name, each.of):

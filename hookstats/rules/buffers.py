@@ -1,20 +1,19 @@
-"""What a model keeps beside its parameters: tables that were never filled, running statistics that do not run."""
+"""Buffers: tables that were never filled, running statistics that stand still or run away."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from hookstats.numbers.fields import Counts, Site
+from hookstats.numbers.fields import Counts
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.formatting import number, tensor_of
 from hookstats.rules.memory import Memory
 from hookstats.rules.step import Mask, Step
 
-_STATISTICS = ("running_mean", "running_var")
 _TABLE = "inv_freq"  # of rotary positions: the name that they have everywhere
 
 
-@rule(of="buffer_sample")
+@rule(of="buffer_sample", depth=0)
 def uninitialised_buffer(
     step: Step, memory: Memory, largest: float = 1e18, smallest: float = 1e-30, fastest: float = 100.0
 ) -> Ill | None:
@@ -64,7 +63,7 @@ def uninitialised_buffer(
     return Ill(ill, say, np.where(is_nan, totals.nans, size), largest, severity)
 
 
-@rule(of="buffer_sample")
+@rule(of="buffer_sample", depth=1)
 def still_statistics(step: Step, memory: Memory, consecutive_steps: int = 10) -> Ill | None:
     """The running statistics of a norm stand still while the model is trained (warning; a note where they once moved).
 
@@ -111,7 +110,7 @@ def still_statistics(step: Step, memory: Memory, consecutive_steps: int = 10) ->
     )  # fmt: skip
 
 
-@rule(of="buffer_sample")
+@rule(of="buffer_sample", depth=3)
 def runaway_statistics(
     step: Step, memory: Memory, ratio: float = 100.0, consecutive_steps: int = 8, min_history: int = 20
 ) -> list[Ill] | None:
@@ -173,13 +172,12 @@ def _tables(step: Step) -> Mask:
 
 def _statistics(step: Step) -> Counts:
     """``[4, norms]``: the ids of running means, variances, outputs, gradients of weights; -1 where there is none."""
-    ids, fired = {site: i for i, site in enumerate(step.sites)}, step.fired("buffer_sample")
-    found = []
+    found, fired = [], step.fired("buffer_sample")
     for i in np.flatnonzero(fired).tolist():
         module, _, key = step.sites[i].name.rpartition(".")
         prefix = f"{module}." if module else ""
-        variance = ids.get(Site(f"{prefix}running_var", step.sites[i].tensor), -1)
+        variance = step.id_of(f"{prefix}running_var", step.sites[i].tensor)
         if key == "running_mean" and variance >= 0 and fired[variance]:
-            others = Site(module, "output"), Site(f"{prefix}weight", "param_grad")
-            found.append((i, variance, *(ids.get(each, -1) for each in others)))
-    return np.array(found, np.int64).reshape(-1, 4).T
+            found.append((i, variance, step.id_of(module, "output"), step.id_of(f"{prefix}weight", "param_grad")))
+    result: Counts = np.array(found, np.int64).reshape(-1, 4).T
+    return result

@@ -1,4 +1,4 @@
-"""Whether clipping decides how long every step is."""
+"""Clipping that decides how long every step is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hookstats.rules.memory import Memory
 from hookstats.rules.step import Step
 
 
-@rule(of="param_grad", per_site=False)
+@rule(of="param_grad", per_site=False, depth=1)
 def clipped_gradients(
     step: Step, memory: Memory, equal: float = 1e-5, consecutive_steps: int = 30, tiny: float = 1e-3
 ) -> Ill | None:
@@ -58,7 +58,7 @@ def clipped_gradients(
 
 
 def _cut(step: Step) -> float:
-    """How many times the gradients of biases the sums of their outputs' gradients are; 0 where that is not known."""
+    """Return by how much clipping has cut the gradients of biases, from those of outputs; 0 where that is not known."""
     gradients, outputs, is_weight = step.once(sums_of_outputs)
     known = (is_weight == 0) & (step.calls[outputs] == 1) & (step.totals.count[gradients] > 0)
     now, fresh = step.sums[gradients[known]], step.sums[outputs[known]]

@@ -1,4 +1,4 @@
-"""What has no differences any more: rows that get one answer, channels that are one, rows of weights at rest."""
+"""Differences that have gone: rows that get one answer, channels that are one, rows of weights at rest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hookstats.rules.step import Step
 _COUNT, _MEAN, _M2 = map(FIELDS.index, ("count", "mean", "m2"))
 
 
-@rule(of="output")
+@rule(of="output", depth=5)
 def constant_output(
     step: Step, ratio: float = 0.003, exactly: float = 1e-5, consecutive_steps: int = 10, rows: int = 8
 ) -> Ill | None:
@@ -66,7 +66,7 @@ def constant_output(
     return Ill(varies < limit, say, varies, limit, steps=consecutive_steps, site=site)
 
 
-@rule(of="grad_output")
+@rule(of="grad_output", depth=4)
 def posterior_collapse(
     step: Step, memory: Memory, size: float = 0.1, equal: float = 0.25, consecutive_steps: int = 20
 ) -> Ill | list[Ill] | None:
@@ -113,7 +113,7 @@ def posterior_collapse(
 
 
 def _squares(state: Array) -> Array:
-    """Of the values of each channel, their sum."""
+    """Return the sum of the squares of each channel's values."""
     squares: Array = state[_M2] + state[_COUNT] * state[_MEAN] ** 2
     return squares
 
@@ -127,7 +127,7 @@ def _outputs_and_gradients(step: Step) -> Counts:
     return np.array([ids, gradients[ids]])
 
 
-@rule(of="output", per_site=False)
+@rule(of="output", per_site=False, depth=1)
 def equal_channels(step: Step, memory: Memory, consecutive_steps: int = 5, width: int = 8) -> Ill | None:
     """All channels of a layer are one and the same: its weights began with one value, and can never differ (warning).
 
@@ -167,7 +167,7 @@ def equal_channels(step: Step, memory: Memory, consecutive_steps: int = 5, width
     return Ill(equal, say, 1.0, 1.0, judged=judged, steps=consecutive_steps, together=True)
 
 
-@rule(of="param_grad")
+@rule(of="param_grad", depth=4)
 def silent_rows(step: Step, memory: Memory, share: float = 0.7, consecutive_steps: int = 50) -> Ill | list[Ill] | None:
     """Most neurons or heads of a layer get no gradient at all (a note; a warning where they had one before).
 

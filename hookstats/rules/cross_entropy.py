@@ -14,7 +14,7 @@ _ROUNDING = 0.01  # of a weight, in bfloat16: 1/N is rounded to 8 bits before it
 _LEAST_SCALE = 256.0  # powers of two from here on are taken for a GradScaler's
 
 
-@rule(of="token_weights", per_site=False)
+@rule(of="token_weights", per_site=False, depth=2, law="cross_entropy")
 def cross_entropy_gradient(
     step: Step, memory: Memory, factor: float = 1.5, consecutive_steps: int = 2, scalar: str = "loss"
 ) -> list[Ill] | None:
@@ -76,13 +76,13 @@ def cross_entropy_gradient(
 
 
 def _is_of_ranks(weights: TokenWeights, ranks: int) -> bool:
-    """Whether the sum is 1 over a number of ranks that divides all of them: these add their gradients up."""
+    """Return whether the sum is 1 over a number of ranks that divides all of them: these add their gradients up."""
     low, high = (1 - _ROUNDING) / weights.most, (1 + _ROUNDING) / weights.least
     return any(ranks % count == 0 and low <= count <= high for count in range(2, ranks + 1))
 
 
 def _is_scale(weights: TokenWeights) -> bool:
-    """Whether the sum is a power of two, and not because losses were summed."""
+    """Return whether the sum is a power of two, and not because losses were summed."""
     octaves = np.log2(weights.least)
     is_power = weights.least >= _LEAST_SCALE * (1 - _ROUNDING) and bool(abs(octaves - np.rint(octaves)) < _ROUNDING)
     return is_power and not _is_summed(weights)

@@ -23,11 +23,13 @@ from hookstats.rules.memory import Memory
 from hookstats.rules.step import Mask, Step
 
 _MOST = 2**31 - 1
+_FORWARD = 3
+REGISTERED: list[Rule] = []  # all that `rule` has made, each as it is without arguments
 
 
 @dataclass(slots=True)
 class Ill:
-    """Where a rule sees its problem in a step, and what it says of it. The engine makes findings of it.
+    """The places where a rule sees its problem in a step, and the sentence for them. The engine makes findings of it.
 
     ``where``: a mask over ids of sites ``[n]``, or a bool for the step as a whole. ``say``: gives the sentence for a
     site's id and the step since which it is so. ``value``, ``threshold``: of the finding, a number or ``[n]``.
@@ -55,7 +57,7 @@ class Ill:
     at: int | None = None
 
     def findings(self, name: str, step: Step, memory: Memory) -> list[Finding]:
-        """Those of its sites where it has lasted for long enough, in order of execution."""
+        """Return the findings of the sites where it has lasted for long enough, in order of execution."""
         where, since = self.where, self.since
         streak = memory.streak(self.key) if self.steps else None
         if not isinstance(where, np.ndarray):
@@ -99,7 +101,9 @@ class Rule:
     ``name``: of its findings, that of the function with dashes. ``function``: of a `Step`, of a `Memory` if it takes
     one, and of the ``arguments``. It returns None where a step says nothing of its problem, an `Ill`, a Finding (see
     `Step.finding`), or several of these. ``of``: kinds of tensors; a step without any of them is not looked at.
-    ``per_site``: whether the same problem at another site is another one.
+    ``per_site``: whether the same problem at another site is another one. ``depth``: how near to the beginning of a
+    causal chain it looks: 0 what comes in, 1 and 2 the optimizer and the parameters, 3 forward, 4 backward, 5 and more
+    what comes out. ``is_cause``: whether anything follows from what it finds. ``law``: of `Options.laws`.
     """
 
     name: str
@@ -107,11 +111,19 @@ class Rule:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     of: tuple[str, ...] = ()
     per_site: bool = True
+    depth: int = _FORWARD
+    is_cause: bool = True
+    law: str = ""
     has_memory: bool = False
     is_function: bool = True  # made by `rule`, so that it keeps nothing but its memory
 
+    @property
+    def is_ours(self) -> bool:
+        """Return whether it is of hookstats.rules."""
+        return self.function.__module__.startswith("hookstats.rules.")
+
     def __call__(self, **arguments: Any) -> Rule:
-        """The same rule with other thresholds. ValueError for what is no number of the default's type."""
+        """Return the rule with other thresholds. ValueError for what is no number of the default's type."""
         for name, value in arguments.items():
             if name not in self.arguments:
                 known = ", ".join(self.arguments) or "no arguments"
@@ -123,7 +135,7 @@ class Rule:
         return f"{self.function.__name__}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
 
     def verdict(self, step: Step, memory: Memory) -> list[Finding] | None:
-        """What it finds in a step that has tensors of its kinds; None where that says nothing."""
+        """Return what it finds in a step that has tensors of its kinds; None where that says nothing."""
         found = (
             self.function(step, memory, **self.arguments) if self.has_memory else self.function(step, **self.arguments)
         )
@@ -137,10 +149,27 @@ class Rule:
         return findings
 
 
-def rule(*, of: str | tuple[str, ...] = (), per_site: bool = True) -> Callable[[Callable[..., Verdict]], Rule]:
+def depth(name: str) -> int:
+    """Return how near to the beginning of a causal chain the rule of these findings looks; a stranger's at forward."""
+    return next((each.depth for each in REGISTERED if each.name == name), _FORWARD)
+
+
+def is_cause(name: str) -> bool:
+    """Return whether anything follows from the findings of this name."""
+    return all(each.is_cause for each in REGISTERED if each.name == name)
+
+
+def rule(
+    *,
+    of: str | tuple[str, ...] = (),
+    per_site: bool = True,
+    depth: int = _FORWARD,
+    is_cause: bool = True,
+    law: str = "",
+) -> Callable[[Callable[..., Verdict]], Rule]:
     """Make a `Rule` of a function: its defaults are the thresholds, its docstring is its page in the book of rules.
 
-    of: a kind of tensors, or several, without which a step is not looked at. per_site: see `Rule`.
+    of: a kind of tensors, or several, without which a step is not looked at. The others: see `Rule`.
     """
 
     def make(function: Callable[..., Verdict]) -> Rule:
@@ -148,7 +177,9 @@ def rule(*, of: str | tuple[str, ...] = (), per_site: bool = True) -> Callable[[
         parameters = inspect.signature(function).parameters
         arguments = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
         name = function.__name__.strip("_").replace("_", "-")
-        return Rule(name, function, arguments, kinds, per_site, "memory" in parameters)
+        made = Rule(name, function, arguments, kinds, per_site, depth, is_cause, law, "memory" in parameters)
+        REGISTERED.append(made)
+        return made
 
     return make
 

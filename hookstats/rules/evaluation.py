@@ -1,4 +1,4 @@
-"""Whether what is trained still runs in training mode."""
+"""Models that are trained in evaluation mode."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hookstats.rules.memory import Memory
 from hookstats.rules.step import Step
 
 
-@rule(of="param_grad", per_site=False)
+@rule(of="param_grad", per_site=False, depth=0)
 def evaluation_mode(step: Step, memory: Memory, consecutive_steps: int = 3) -> Ill | None:
     """The model has been left in evaluation mode, and is trained so (warning).
 

@@ -1,4 +1,4 @@
-"""How the tokens of a mixture of experts are spread over these."""
+"""The loads of a mixture of experts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _routed(step: Step, memory: Memory, window: int) -> dict[int, Array]:
     return found
 
 
-@rule()
+@rule(depth=3)
 def dead_experts(step: Step, memory: Memory, window: int = 50, tokens: float = 100.0) -> list[Ill] | None:
     """An expert of a mixture has got no token for long (warning): in ``window`` = 50 measured steps.
 
@@ -64,7 +64,7 @@ def dead_experts(step: Step, memory: Memory, window: int = 50, tokens: float = 1
     return [Ill(ill, say, counts)]
 
 
-@rule()
+@rule(depth=3)
 def expert_load(
     step: Step, memory: Memory, entropy: float = 0.5, window: int = 10, name: str = "experts"
 ) -> list[Finding] | None:
@@ -120,7 +120,7 @@ def _collapsed(step: Step, site: int, load: Array, path: str, busiest: str, leas
 
 
 def _experts(step: Step, experts: str) -> dict[str, Counts]:
-    """Of each router, the ids of its experts' outputs: their own, or else those of the first thing in them."""
+    """Return the ids of the outputs of each router's experts: their own, or else those of the first thing in them."""
     pattern = re.compile(rf"(?P<path>.*?{re.escape(experts)})\.(?P<number>\d+)(?P<inside>\..*)?")
     found: dict[str, dict[str, list[int]]] = {}
     for i in np.flatnonzero(step.is_kind("output")).tolist():

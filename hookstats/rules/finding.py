@@ -26,7 +26,7 @@ class Cause(NamedTuple):
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rule found in a step.
+    """A problem that a rule found in a step.
 
     ``rule``: its name. ``step``: in which it happened; the loss of a step that was not measured is judged with the
     next one that is. ``site``: where, None for the whole step. ``value``: what was measured, and ``threshold``: what it
@@ -88,7 +88,7 @@ class Finding:
 
     @classmethod
     def from_json(cls, d: Mapping[str, Any]) -> Finding:
-        """What `to_json` gave; ValueError for anything else."""
+        """Return the finding that `to_json` wrote; ValueError for anything else."""
         if not isinstance(d, Mapping) or set(d) != set(cls.__dataclass_fields__):
             raise ValueError(f"expected a finding's {', '.join(cls.__dataclass_fields__)}; got {d!r:.200}")
         for kind, names in _FIELDS_OF.items():

@@ -29,7 +29,7 @@ class _Depth(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """That of both which is further from 1."""
+        """The one of both that is further from 1."""
         return max(self.ends, self.thirds, key=lambda each: abs(math.log(each)) if each > 0 else math.inf)
 
     def exceeds(self, depth: float) -> bool:
@@ -39,14 +39,14 @@ class _Depth(NamedTuple):
         return both[1] > abs(math.log10(depth)) and both[0] > abs(math.log10(depth)) / 2
 
     def path(self, step: Step) -> str:
-        """How it was measured, and from where to where."""
+        """Return how it was measured, and from where to where."""
         how = "from end to end" if self.ratio == self.ends else "by the medians of the first and the last third"
         near, far = (step.sites[site].name or "the model" for site in (self.near, self.far))
         return f"{how}, from the output of {near} back to that of {far}"
 
 
 def _over_depth(step: Step, memory: Memory, depth: float, steps: int, say: Callable[[_Depth], str]) -> Iterator[Ill]:
-    """Where the gradients have exceeded it over depth; nothing where that surely is not so, and was not."""
+    """Yield the problem where gradients exceed `depth`; nothing where they surely do not, and did not."""
     backward, norms = step.ordered("grad_output"), step.totals.l2_norm
     if len(backward) < _SHORTEST:
         return
@@ -60,8 +60,8 @@ def _over_depth(step: Step, memory: Memory, depth: float, steps: int, say: Calla
 
 
 def _depth(step: Step) -> _Depth | None:
-    """Of L2 norms: pooling divides a gradient's values by an area, and as many more values there are; the norm does not
-    know."""
+    """Compare L2 norms: pooling divides a gradient's values by an area, and makes as many more of them, so that their
+    norm stays."""
     backward = step.ordered("grad_output")
     norms, third = step.totals.l2_norm[backward], len(backward) // 3
     if _are_side_by_side(step, backward, norms):
@@ -73,7 +73,7 @@ def _depth(step: Step) -> _Depth | None:
 
 
 def _are_side_by_side(step: Step, backward: list[int], norms: Array) -> bool:
-    """Whether the norms change between large parts of the model, and hardly within any: an actor and its critic, each
+    """Return whether the norms change between large parts of the model, and hardly within any: actor and critic, each
     with a loss of its own, are no chain."""
     if not norms.all() or max(norms[0] / norms[-1], norms[-1] / norms[0]) < 100:
         return False  # not judged as one
@@ -96,7 +96,7 @@ def _measured_ids(step: Step) -> Counts:
     return np.flatnonzero(_measured(step))
 
 
-@rule(of=("grad_output", "param_grad"), per_site=False)
+@rule(of=("grad_output", "param_grad"), per_site=False, depth=4)
 def exploding_gradients(
     step: Step,
     memory: Memory,
@@ -162,7 +162,7 @@ def exploding_gradients(
     return found
 
 
-@rule(of=("grad_output", "param_grad"), per_site=False)
+@rule(of=("grad_output", "param_grad"), per_site=False, depth=4)
 def vanishing_gradients(
     step: Step,
     memory: Memory,
@@ -232,7 +232,7 @@ def vanishing_gradients(
 
 
 def _may_have_fallen(step: Step, bounds: Array, ids: Counts, past: float, values: int) -> bool:
-    """Whether any may be so far below its median, beside the others: from the bounds of the medians."""
+    """Return whether any may be so far below its median, beside the others: from the bounds of the medians."""
     ids = ids[step.totals.count[ids] >= values * step.calls[ids]]
     low, high = bounds[0][ids], bounds[1][ids]
     known = low > 0

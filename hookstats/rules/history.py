@@ -1,4 +1,4 @@
-"""What a rule remembers: the last values of each site, for how long it has been ill, the course of one number."""
+"""Memories of rules: the last values of each site, for how long it has been ill, the course of one number."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Window:
 
 
 class Streak:
-    """In how many verdicts in a row each site was ill: ``lengths`` ``[sites]``; ``since``: from which step on."""
+    """Verdicts in a row in which each site was ill: ``lengths`` ``[sites]``; ``since``: from which step on."""
 
     def __init__(self) -> None:
         self.goes_on = False  # whether any is longer than 0
@@ -163,7 +163,7 @@ class Course:
 
     @property
     def spread(self) -> float:
-        """As `deviation`, never in logarithms."""
+        """The same as `deviation`, never in logarithms."""
         values, levels = np.array(self._past).T
         distances = values - levels
         return 1.4826 * middle(np.abs(distances - middle(distances)))
@@ -176,7 +176,7 @@ class Course:
         return self.level * math.exp(min(beyond, 700.0)) if self.in_logs else self.level + beyond
 
     def surely_holds(self, value: float, tail: float) -> bool:
-        """Whether a value is within each `limit` of this tail: it is known at once, while a deviation is not."""
+        """Return whether a value is within each `limit` of this tail: it is known at once, while a deviation is not."""
         usual = max(_middle(self._distances), 0.0)
         beyond = usual + tail * max(self._distances[-1] - usual, 0.0)
         return value <= (self.level * math.exp(min(beyond, 700.0)) if self.in_logs else self.level + beyond)

@@ -1,4 +1,4 @@
-"""What the model is given: a batch far from those before it, inputs that are constant, or were never scaled."""
+"""The model's inputs: a batch far from those before it, inputs that are constant, or were never scaled."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def _inputs_of_model(step: Step) -> list[int]:
 
 
 def _is_first(step: Step, site: int) -> bool:
-    """Whether it is the model's first argument: what else is floating may be a mask, or the last step's state."""
+    """Return whether it is the model's first argument: others may be a mask, or the state of the last step."""
     return step.sites[site].tensor in ("input", "input.0")
 
 
 def _is_mask(step: Step, site: int) -> bool:
-    """Whether it is added to logits, so that some count for nothing."""
+    """Return whether it is added to logits, so that some count for nothing."""
     return bool(step.totals.max[site] == 0 and step.totals.min[site] <= _MASKED)
 
 
-@rule(of="input")
+@rule(of="input", depth=0)
 def input_shift(
     step: Step,
     memory: Memory,
@@ -129,7 +129,7 @@ def _moved(step: Step, site: int, mean: float, level: float, std: float, moved: 
     return step.finding("input-shift", site, abs(mean - level) / std, moved, "note", sentence)
 
 
-@rule(of=("input", "output"))
+@rule(of=("input", "output"), depth=0)
 def constant_input(
     step: Step, memory: Memory, consecutive_steps: int = 5, values: int = 8, batches: int = 20
 ) -> list[Finding] | None:
@@ -172,7 +172,7 @@ def constant_input(
 
 
 def _repeated(step: Step, memory: Memory, inputs: list[int], batches: int) -> Iterator[Finding]:
-    """What is said where batches come again, all of them or some."""
+    """Return the sentence for batches that come again, all of them or some."""
     if not inputs:
         return
     totals, last = step.totals, memory.last("batches", _NEAR)
@@ -231,7 +231,7 @@ def _constant(step: Step, site: int, length: int, since: int) -> Finding:
     return step.finding("constant-input", site, 0.0, 0.0, "warning", sentence, since=since)
 
 
-@rule(of="input")
+@rule(of="input", depth=0, is_cause=False)
 def unscaled_input(
     step: Step,
     memory: Memory,

@@ -11,36 +11,12 @@ import numpy as np
 from hookstats.numbers.fields import Site
 from hookstats.numbers.frame import StepFrame
 from hookstats.numbers.snapshot import Snapshot
-from hookstats.rules.activations import dead_channels, saturated_channels
-from hookstats.rules.answers import initial_loss, no_progress, probabilities_as_logits
-from hookstats.rules.arriving import growing_gradients, missing_gradients
-from hookstats.rules.attention import attention_entropy, attention_logits, attention_sink
-from hookstats.rules.buffers import runaway_statistics, still_statistics, uninitialised_buffer
-from hookstats.rules.clipping import clipped_gradients
-from hookstats.rules.collapse import constant_output, equal_channels, posterior_collapse, silent_rows
-from hookstats.rules.cross_entropy import cross_entropy_gradient
-from hookstats.rules.engine import Rule, Verdict
-from hookstats.rules.evaluation import evaluation_mode
-from hookstats.rules.experts import dead_experts, expert_load
+from hookstats.rules.engine import REGISTERED, Rule, Verdict
 from hookstats.rules.finding import SEVERITIES, Finding
-from hookstats.rules.gradients import exploding_gradients, vanishing_gradients
-from hookstats.rules.inputs import constant_input, input_shift, unscaled_input
-from hookstats.rules.laws import bias_gradient, reduced_gradient, replica_drift
-from hookstats.rules.learning import lost_updates, shrinking_weights, unchanged_parameters
 from hookstats.rules.memory import Memory, from_state, to_state
-from hookstats.rules.moments import second_moment
-from hookstats.rules.nonfinite import nonfinite
-from hookstats.rules.optimizer_law import optimizer_formula
-from hookstats.rules.outliers import massive_activations, outlier_channels
-from hookstats.rules.precision import low_precision_fit
-from hookstats.rules.residual import residual_drift
 from hookstats.rules.samples import named
-from hookstats.rules.spikes import gradient_norm_spike, loss_spike
 from hookstats.rules.step import SiteIds, Step
-from hookstats.rules.step_law import outside_write
 from hookstats.rules.story import Plot
-from hookstats.rules.targets import absent_class, broadcast_target, nll_of_logits, sorted_data
-from hookstats.rules.updates import update_ratio
 
 Function: TypeAlias = Callable[[Step], Verdict]  # one's own rule, without thresholds
 
@@ -50,68 +26,16 @@ _GROWN = 10.0  # how much worse it must have become to be reported again
 
 
 def defaults() -> list[Rule]:
-    """The rules that judge where none are named, each as it is without arguments."""
-    return [
-        nonfinite,
-        replica_drift,
-        uninitialised_buffer,
-        evaluation_mode,
-        still_statistics,
-        runaway_statistics,
-        input_shift,
-        constant_input,
-        unscaled_input,
-        broadcast_target,
-        nll_of_logits,
-        sorted_data,
-        absent_class,
-        equal_channels,
-        growing_gradients,
-        bias_gradient,
-        cross_entropy_gradient,
-        reduced_gradient,
-        outside_write,
-        optimizer_formula,
-        unchanged_parameters,
-        lost_updates,
-        shrinking_weights,
-        missing_gradients,
-        probabilities_as_logits,
-        initial_loss,
-        loss_spike,
-        gradient_norm_spike,
-        exploding_gradients,
-        vanishing_gradients,
-        dead_channels,
-        saturated_channels,
-        massive_activations,
-        outlier_channels,
-        low_precision_fit,
-        update_ratio,
-        second_moment,
-        attention_logits,
-        attention_entropy,
-        attention_sink,
-        expert_load,
-        dead_experts,
-        residual_drift,
-        silent_rows,
-        posterior_collapse,
-        clipped_gradients,
-        constant_output,
-        no_progress,
-    ]
+    """Return the rules that judge where none are named: all of this package, as they are without arguments.
+
+    Those that look nearer to the beginning of a causal chain come first.
+    """
+    return sorted((each for each in REGISTERED if each.is_ours), key=lambda each: each.depth)
 
 
-# The rule of each law that `hookstats.Options(laws={name: False})` declares as broken by design.
-LAWS = {
-    "bias": bias_gradient,
-    "cross_entropy": cross_entropy_gradient,
-    "optimizer": optimizer_formula,
-    "step": outside_write,
-    "replica": replica_drift,
-    "reduction": reduced_gradient,
-}
+def rules_of_laws() -> dict[str, Rule]:
+    """Return the rule of each law that `hookstats.Options(laws={name: False})` declares as broken by design."""
+    return {each.law: each for each in defaults() if each.law}
 
 
 def rule_to_json(rule: str | Rule | Function) -> dict[str, Any]:
@@ -124,7 +48,7 @@ def rule_to_json(rule: str | Rule | Function) -> dict[str, Any]:
 
 
 def rule_from_json(d: Mapping[str, Any]) -> Rule | Function:
-    """What `rule_to_json` gave. Imports the module; ValueError where it has no such thing."""
+    """Return the rule that `rule_to_json` wrote. Imports the module; ValueError where it has no such thing."""
     module, _, name = d["rule"].partition(":")
     if not module or not name:
         raise ValueError(f'rules: expected "module:function", got {d["rule"]!r}')
@@ -148,7 +72,7 @@ def rule_from_json(d: Mapping[str, Any]) -> Rule | Function:
 
 
 def is_ours(d: Mapping[str, Any]) -> bool:
-    """Whether it is one of hookstats.rules: others are code of whoever wrote the name."""
+    """Return whether it is one of hookstats.rules: others are code of whoever wrote the name."""
     return isinstance(d["rule"], str) and d["rule"].startswith("hookstats.rules.")
 
 
@@ -161,7 +85,7 @@ class _Episode(NamedTuple):
     threshold: float
 
     def grows_to(self, finding: Finding) -> bool:
-        """Whether it has become more severe; or, where there is a threshold, lies further beyond it by a factor."""
+        """Return whether it has become more severe, or lies further beyond its threshold by a factor."""
         if SEVERITIES.index(finding.severity) > SEVERITIES.index(self.severity):
             return True
         if self.threshold == 0:
@@ -183,7 +107,7 @@ class _Ruling:
         self.seen = _NOTHING  # names of the findings of the last step that was judged, new or not
 
     def findings(self, step: Step) -> list[Finding]:
-        """Those that are new."""
+        """Return the findings that are new."""
         self.seen = _NOTHING
         self.memory.sites = len(step.sites)
         found = self.rule.verdict(step, self.memory)
@@ -242,7 +166,7 @@ class Judge:
         self._failed: list[str] = []
 
     def judge(self, measured: Snapshot | StepFrame) -> list[Finding]:
-        """What is new in a step; steps come in order. Never raises: a rule that does is a finding, and is left out."""
+        """Return the new findings of a step; steps come in order. A rule that raises is a finding, and goes."""
         step = Step(measured, self._sites, self._rank, self._attempt)
         found: list[Finding] = []
         failed: list[Finding] = []
@@ -264,17 +188,8 @@ class Judge:
         return failed + [named(finding, step) for finding in told]
 
     def _applicable(self, step: Step) -> list[_Ruling]:
-        """Those whose kinds of tensors came."""
+        """Return the rules whose kinds of tensors came."""
         return [each for each in self._rulings if step.has_any(each.rule.of)]
-
-    def rebuild(self, measured: Iterable[Snapshot | StepFrame]) -> None:
-        """Fills the rules' windows with the steps before those that are to be judged, where no `state` was kept.
-
-        What is found in them was reported then. The last 200 measured steps are enough, and before them the first 10,
-        from which `loss_spike` knows where the loss began, and `update_ratio` how parameters did.
-        """
-        for each in measured:
-            self.judge(each)
 
     def state(self) -> dict[str, Any]:
         """All that the rules remember, for json.dumps: a judge that is given it by `restore` goes on as this one does.

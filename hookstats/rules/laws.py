@@ -85,7 +85,7 @@ def bias_ratios(step: Step) -> tuple[Counts, Array]:
     return gradients[known], now[known] / fresh[known]
 
 
-@rule(of="grad_output")
+@rule(of="grad_output", depth=4, law="bias")
 def bias_gradient(step: Step, memory: Memory, factor: float = 1.5, consecutive_steps: int = 5) -> list[Ill] | None:
     """A layer's gradients have become a multiple of what its output's gradient says (warning).
 
@@ -142,7 +142,7 @@ def _biases_and_outputs(step: Step) -> Counts:
     return result
 
 
-@rule(of="param_grad_local")
+@rule(of="param_grad_local", depth=4, law="reduction")
 def reduced_gradient(step: Step, memory: Memory, factor: float = 1.5, consecutive_steps: int = 5) -> list[Ill] | None:
     """Reduced gradients are no mean of what the ranks brought: averaged twice, or one layer otherwise (warning).
 
@@ -195,7 +195,7 @@ def reduced_gradient(step: Step, memory: Memory, factor: float = 1.5, consecutiv
     return [*_of_one_ratio(step, memory, gradients, ratios, factor, consecutive_steps, say), of_all]
 
 
-@rule(per_site=False)
+@rule(per_site=False, depth=1, law="replica")
 def replica_drift(step: Step, memory: Memory) -> list[Finding] | None:
     """Ranks hold other values of a parameter, or of its reduced gradient, than their replicas: critical, or a warning.
 

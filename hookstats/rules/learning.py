@@ -1,4 +1,4 @@
-"""Whether parameters learn: those that never change, updates that are lost to rounding, weights that only decay."""
+"""Parameters that do not learn: those that never change, updates that are lost to rounding, weights that only decay."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _note_losses(step: Step, memory: Memory) -> None:
 
 
 def _came_down(memory: Memory) -> bool | None:
-    """Whether the loss has come down since the run began; None where that is not known."""
+    """Return whether the loss has come down since the run began; None where that is not known."""
     if len(memory["last losses"]) < 10:
         return None
     first, now = middle(np.array(memory["losses"])), middle(np.array(memory["last losses"]))
@@ -62,7 +62,7 @@ def _stays(step: Step, memory: Memory, measured: Mask) -> Mask:
     return result
 
 
-@rule()
+@rule(depth=2)
 def unchanged_parameters(step: Step, memory: Memory, steps: int = 20, all_steps: int = 30) -> list[Finding] | None:
     """Parameters that no step changes, although gradients arrive: warning; critical where none of the model changes.
 
@@ -88,7 +88,7 @@ def unchanged_parameters(step: Step, memory: Memory, steps: int = 20, all_steps:
         return None
     found = list(_all_zero(step, memory, measured, all_steps))
     still, changed = _stays(step, memory, measured), memory.of_sites("changed", False)
-    stands = np.count_nonzero(still) > 0
+    stands = bool(np.count_nonzero(still))
     is_new = _is_computed_anew(step, memory, stands)
     moves = measured & ~still if stands else measured
     changed |= moves
@@ -136,7 +136,7 @@ def _is_tiny(step: Step, changed: Mask) -> Mask:
 
 
 def _all_zero(step: Step, memory: Memory, measured: Mask, steps: int) -> Iterator[Finding]:
-    """What is said where every gradient of a parameter has been 0 since the run began."""
+    """Yield what is said where every gradient of a parameter has been 0 since the run began."""
     if memory.get("has gradients"):
         return
     through = step.fired("grad_output")
@@ -211,7 +211,7 @@ def _said_of(step: Step, sites: list[int], sentence: str, since: Array) -> Findi
     return step.finding("unchanged-parameters", sites[0], 1.0, 1.0, "warning", sentence, since=began, sites=sites)
 
 
-@rule(per_site=False)
+@rule(per_site=False, depth=2)
 def lost_updates(step: Step, memory: Memory, share: float = 0.8, steps: int = 20) -> list[Finding] | None:
     """Updates that are lost to rounding: parameters of a low precision stay as they are (a note, or a warning).
 
@@ -261,7 +261,7 @@ def lost_updates(step: Step, memory: Memory, share: float = 0.8, steps: int = 20
     return [step.finding("lost-updates", most[0], zeros / count, share, severity, sentence, since=since, sites=most)]
 
 
-@rule(per_site=False)
+@rule(per_site=False, depth=2)
 def shrinking_weights(
     step: Step, memory: Memory, part: float = 0.5, rate: float = 5e-4, steps: int = 20, values: int = 64
 ) -> Ill | list[Ill] | None:

@@ -54,7 +54,7 @@ class Memory(dict[str, Any]):
 
 
 def to_state(value: Any) -> Any:
-    """What a memory holds, as JSON has it; TypeError for anything else."""
+    """Return what a memory holds, as JSON has it; TypeError for anything else."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, (float, np.floating)):
@@ -79,7 +79,7 @@ def to_state(value: Any) -> Any:
 
 
 def from_state(value: Any) -> Any:
-    """What `to_state` was given; ValueError for what it does not write."""
+    """Return what `to_state` was given; ValueError for what it does not write."""
     if isinstance(value, list):
         return [from_state(each) for each in value]
     if not isinstance(value, Mapping):

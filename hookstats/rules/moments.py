@@ -1,4 +1,4 @@
-"""What an optimizer keeps, against what it divides by."""
+"""The second moment of Adam against its epsilon."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 
 import numpy as np
 
-from hookstats.numbers.fields import Counts, Site
+from hookstats.numbers.fields import Counts
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.formatting import number
 from hookstats.rules.step import Step, is_bias
 
 
-@rule(of="optimizer.exp_avg_sq")
+@rule(of="optimizer.exp_avg_sq", depth=3)
 def second_moment(
     step: Step,
     eps: float = 1e-8,
@@ -62,10 +62,9 @@ def second_moment(
 
 def _biases_and_weights(step: Step) -> Counts:
     """``[2, pairs]``: the ids of second moments of biases, and of those of their weights."""
-    ids = {site: i for i, site in enumerate(step.sites)}
     weights = {
-        i: ids.get(Site(name.removesuffix("bias") + "weight", tensor), -1)
-        for (name, tensor), i in ids.items()
+        i: step.id_of(name.removesuffix("bias") + "weight", tensor)
+        for i, (name, tensor) in enumerate(step.sites)
         if is_bias(name) and step.is_kind("optimizer.exp_avg_sq")[i]
     }
     pairs = [(bias, weight) for bias, weight in weights.items() if weight >= 0]

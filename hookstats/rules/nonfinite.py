@@ -15,7 +15,7 @@ from hookstats.rules.memory import Memory
 from hookstats.rules.step import Step
 
 
-@rule(per_site=False)
+@rule(per_site=False, depth=1)
 def nonfinite(step: Step, memory: Memory, overflows: int = 16) -> list[Finding]:
     """The first tensor, in order of execution, that holds NaN, Inf or -Inf, in forward or in backward: critical.
 
@@ -57,8 +57,8 @@ def nonfinite(step: Step, memory: Memory, overflows: int = 16) -> list[Finding]:
 
 
 def _count(step: Step, memory: Memory) -> Array | None:
-    """In order of execution: values that are not finite, without those of masks: sites in which -Inf is in order. None
-    where all are."""
+    """Count values that are not finite, in order of execution, without those of masks, in which -Inf is in order. None
+    where there are none."""
     seen, masks, totals = memory.of_sites("seen", False), memory.of_sites("masks", False), step.totals
     if step.has_nonfinite:
         of_buffers = step.is_kind("buffer_sample")  # what these hold from the first step on is `uninitialised_buffer`'s
@@ -129,7 +129,7 @@ def _of_tensor(step: Step, memory: Memory, place: int, bad: float, overflows: in
 
 
 def _in_between(step: Step, memory: Memory) -> str:
-    """That it may have begun in steps that were not measured; empty where there are none, or it has not."""
+    """Return that it may have begun in steps that were not measured; empty where there are none, or it has not."""
     latest, lost = memory.get("latest"), memory["lost"]
     first = 0 if latest is None else latest + 1
     if first >= step.number or latest != memory.get("clean"):
@@ -154,7 +154,7 @@ def _since(step: Step, memory: Memory) -> str:
 
 
 def _began(step: Step, place: int, clean: int | None) -> str:
-    """Where in this step it did. place: of the first tensor that holds it, in the order of execution.
+    """Return where in this step it began. place: of the first tensor that holds it, in the order of execution.
 
     clean: the last measured step in which everything was finite.
     """
@@ -212,12 +212,12 @@ _ROWS = {
 
 
 def _has_weights(step: Step, module: str) -> bool:
-    """Whether those of a module are watched."""
+    """Return whether the weights of a module are watched."""
     return any(step.sites[i].name.startswith(f"{module}.") for i in np.flatnonzero(step.is_kind("param")).tolist())
 
 
 def _is_of_rows(step: Step, site: int) -> bool | None:
-    """Whether all channels hold as many, which data cause; None: it is not known, or no channel is finite."""
+    """Return whether all channels hold as many, which data cause; None: it is not known, or no channel is finite."""
     channels = step.channels(site)
     if channels is None or len(channels.nans) < 2:
         return None

@@ -9,7 +9,7 @@ from hookstats.rules.formatting import number
 from hookstats.rules.step import Step
 
 
-@rule(of="optimizer_law")
+@rule(of="optimizer_law", depth=2, law="optimizer")
 def optimizer_formula(step: Step, factor: float = 1.5, consecutive_steps: int = 2) -> Ill:
     """A step changes a parameter by other than the optimizer's formula says: critical from a factor on, or a warning.
 

@@ -14,7 +14,7 @@ from hookstats.rules.step import Mask, Step
 _MIN, _MAX = FIELDS.index("min"), FIELDS.index("max")
 
 
-@rule(of="output")
+@rule(of="output", depth=7, is_cause=False)
 def massive_activations(step: Step, value: float = 100.0, ratio: float = 1000.0, consecutive_steps: int = 3) -> Ill:
     """A few values of an output are enormous (a note): above ``value`` = 100, and ``ratio`` = 1000 times the median.
 
@@ -56,7 +56,7 @@ def _over_median(step: Step, candidates: Mask) -> Array:
     return ratios
 
 
-@rule(of="output")
+@rule(of="output", depth=3)
 def outlier_channels(
     step: Step,
     memory: Memory,

@@ -1,4 +1,4 @@
-"""Whether tensors would fit into low precisions: from the histogram by exponent, while they are still wider."""
+"""Low precisions, and what tensors would lose in them: from the histogram by exponent, while they are still wider."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FORMATS = {
 
 
 class Fit(NamedTuple):
-    """What casting to a format would do to a tensor: shares of the values that are not 0."""
+    """The effect of casting a tensor to a format: shares of the values that are not 0."""
 
     site: Site
     format: str
@@ -42,7 +42,7 @@ class Fit(NamedTuple):
 
 
 class _Fits(NamedTuple):
-    """The same of many tensors, arrays ``[k]``."""
+    """The effect on many tensors, arrays ``[k]``."""
 
     ids: Counts
     underflow: Array
@@ -61,7 +61,7 @@ def fit(
 @overload
 def fit(measured: Snapshot | StepFrame, format: str) -> list[Fit] | list[BlockFit]: ...
 def fit(measured: Snapshot | StepFrame, format: str) -> list[Fit] | list[BlockFit]:
-    """Whether each site with a histogram ``ExponentBins()`` would survive this format, in the order of their making.
+    """Return what this format would do to each site with a histogram ``ExponentBins()``, in the order of their making.
 
     format: "float16", "float8_e4m3fn" or "float8_e5m2". Underflow is exact, rounding to nearest even included, except
     for values of exactly half the smallest one, which count as kept. Overflow is a bound, because the largest value of
@@ -100,7 +100,7 @@ def fit(measured: Snapshot | StepFrame, format: str) -> list[Fit] | list[BlockFi
 
 
 class _Magnitudes:
-    """Of those among some sites that have a histogram by exponent and values that are not 0."""
+    """Return the effect on those among some sites that have a histogram by exponent and values that are not 0."""
 
     def __init__(self, step: Step, chosen: Mask) -> None:
         ids, counts = step.exponents(chosen)
@@ -144,7 +144,7 @@ def _fits(values: _Magnitudes, format: _Format) -> _Fits:
     )
 
 
-@rule()
+@rule(depth=7, is_cause=False)
 def low_precision_fit(
     step: Step, memory: Memory, lost: float = 0.01, consecutive_steps: int = 5, turns: int = 4
 ) -> list[Finding] | None:
@@ -245,7 +245,7 @@ def _overflowing(where: str, sites: int, several: str, reached: float, text: str
 
 
 def _with_blocks(step: Step, chosen: Mask) -> dict[int, str]:
-    """By the ids of those that have blocks: what would be lost with a scale for each."""
+    """Return what would be lost with a scale for each block, by the ids of sites that have blocks."""
     if not isinstance(step.bins, ExponentBins) or not step.bins.block:
         return {}
     told: dict[int, list[str]] = {}

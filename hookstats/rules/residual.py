@@ -15,7 +15,7 @@ from hookstats.rules.step import Step
 _BLOCK = re.compile(r"(?P<path>.*?)\.?(?P<number>\d+)")
 
 
-@rule()
+@rule(depth=3)
 def residual_drift(step: Step, ratio: float = 100.0, consecutive_steps: int = 5, blocks: int = 4) -> Ill | None:
     """The stream grows, or shrinks, from block to block (warning): the rms behind the last over that behind the first.
 
@@ -57,7 +57,7 @@ def residual_drift(step: Step, ratio: float = 100.0, consecutive_steps: int = 5,
 
 
 def _stacks(step: Step, blocks: int) -> dict[str, Counts]:
-    """Of each stack, the ids of its blocks' outputs."""
+    """Return the ids of the outputs of each stack's blocks."""
     outputs = [step.sites[i] for i in np.flatnonzero(step.is_kind("output")).tolist()]
     inner = {prefix for site in outputs for prefix in _prefixes(site.name)}
     found: dict[str, dict[int, int]] = {}
@@ -73,6 +73,6 @@ def _stacks(step: Step, blocks: int) -> dict[str, Counts]:
 
 
 def _prefixes(name: str) -> Iterator[str]:
-    """Of "a.0.b": "a" and "a.0"."""
+    """Return "a" and "a.0" of "a.0.b"."""
     parts = name.split(".")
     return (".".join(parts[:end]) for end in range(1, len(parts)))

@@ -1,4 +1,4 @@
-"""Which samples of a step a finding is of: the ids that were given with it, and those of them that stand out."""
+"""The samples of a step that a finding is of: the ids that were given with it, and those of them that stand out."""
 
 from __future__ import annotations
 

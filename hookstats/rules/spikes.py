@@ -21,7 +21,7 @@ _BAD_DATA = 1.5  # times the first losses, what one batch must have reached
 
 
 class _Jump(NamedTuple):
-    """One that may come back."""
+    """A jump that may come back."""
 
     step: int
     level: float  # before it
@@ -31,7 +31,7 @@ class _Jump(NamedTuple):
 
 
 class _Losses(NamedTuple):
-    """What a step's loss is judged by."""
+    """The thresholds that a step's loss is judged by."""
 
     scalar: str
     sigmas: float
@@ -42,7 +42,7 @@ class _Losses(NamedTuple):
     consecutive_steps: int
 
 
-@rule(per_site=False)
+@rule(per_site=False, depth=5)
 def loss_spike(
     step: Step,
     memory: Memory,
@@ -153,7 +153,7 @@ def _jumped(
 
 
 def _jump_ended(step: Step, memory: Memory, how: _Losses, at: int, value: float) -> Finding | None:
-    """What a jump was: the loss has come back from it, all at once, or it has not."""
+    """Return what a jump was: the loss has come back from it, all at once, or it has not."""
     if memory.get("jump") is None:
         return None
     began, level, limit, peak, has_moved = _Jump(*memory["jump"])
@@ -194,7 +194,7 @@ def _rose(step: Step, memory: Memory, how: _Losses, at: int, value: float) -> Fi
 
 
 def _rising(memory: Memory, how: _Losses, value: float) -> int:
-    """Over how many steps; 0: it does not."""
+    """Return over how many steps the loss has risen; 0: it has not."""
     firsts, last, past = memory["firsts"], [*memory.last("last", 30), value], memory.course("past", how.window)
     if len(last) < 9 or not firsts or max(last) <= firsts[0] or min(last) <= 0 or min(firsts) <= 0:
         return 0
@@ -218,7 +218,7 @@ def _rising(memory: Memory, how: _Losses, value: float) -> int:
 
 
 def _move(step: Step, memory: Memory) -> float | None:
-    """By how much, in logarithms, half of the outputs changed since the last measured step; None: none can tell."""
+    """Return by how much half of the outputs changed since the last measured step, in logarithms, if any can tell."""
     known, ids = memory.of_sites("outputs", np.nan), step.alike(valued_ids, "output")
     now, before = step.totals.rms[ids], known[ids]
     known[ids] = now
@@ -228,7 +228,7 @@ def _move(step: Step, memory: Memory) -> float | None:
     return middle(moves) if len(moves) else None
 
 
-@rule(per_site=False)
+@rule(per_site=False, depth=4)
 def gradient_norm_spike(
     step: Step,
     memory: Memory,

@@ -38,7 +38,7 @@ class Totals(Stats[Array]):
 
 
 def is_bias(name: str) -> bool:
-    """Whether a parameter is a bias by its name: "0.bias", "attention.in_proj_bias", "lstm.bias_ih_l0"."""
+    """Return whether a parameter is a bias by its name: "0.bias", "attention.in_proj_bias", "lstm.bias_ih_l0"."""
     return "bias" in name.rpartition(".")[2]
 
 
@@ -56,7 +56,7 @@ class SiteIds:
         self._alike: dict[Any, dict[Any, Any]] = {}
 
     def ids(self, sites: Sequence[Site]) -> Counts:
-        """Of these sites; those that are new get the next ones."""
+        """Return the ids of these sites; those that are new get the next ones."""
         known, ids = self._latest
         if known is not sites and tuple(known) != tuple(sites):
             for site in sites:
@@ -67,8 +67,12 @@ class SiteIds:
             self._latest = sites, ids
         return ids
 
+    def id_of(self, site: Site) -> int:
+        """Return the id of a site; -1 of a stranger."""
+        return self._ids.get(site, -1)
+
     def are_all(self, ids: Counts) -> bool:
-        """Whether these, as `ids` gave them, are all sites that were shown so far, in the order of their ids."""
+        """Return whether these, as `ids` gave them, are all sites that were shown so far, in the order of their ids."""
         known, count, is_aligned = self._aligned
         if known is not ids or count != len(self.all):
             is_aligned = len(ids) == len(self.all) and bool((ids == np.arange(len(ids))).all())
@@ -76,7 +80,7 @@ class SiteIds:
         return is_aligned
 
     def alike(self, key: Any) -> dict[Any, Any]:
-        """What was made for steps of this key; the oldest are forgotten."""
+        """Return what was made for steps of this key; the oldest are forgotten."""
         found = self._alike.get(key)
         if found is None:
             if len(self._alike) >= _MOST_ALIKE:
@@ -106,7 +110,7 @@ class SiteIds:
         return mask
 
     def partner(self, kind: str, other: str) -> Counts:
-        """Of each site of a kind, the id of the site of the other kind with the same name; -1 without one."""
+        """Return the id of the site of the other kind with the same name, of each site of a kind; -1 without one."""
         partners = self._partners.get((kind, other))
         if partners is None or len(partners) < len(self.all):
             partners = np.full(len(self.all), -1, np.int64)
@@ -117,7 +121,7 @@ class SiteIds:
         return partners
 
     def once(self, function: Callable[..., _Made], step: Step, arguments: tuple[Any, ...]) -> _Made:
-        """What a function makes of the sites, made anew when there are more of them."""
+        """Return what a function makes of the sites, made anew when there are more of them."""
         known: tuple[int, _Made] | None = self._once.get((function, arguments))
         if known is None or known[0] < len(self.all):
             known = self._once[function, arguments] = len(self.all), function(step, *arguments)
@@ -168,7 +172,7 @@ class Step:
         return self.alike(_valued, kind)
 
     def has_any(self, kinds: Sequence[str]) -> bool:
-        """Whether a site of one of these kinds fired in this step; of none of them: True."""
+        """Return whether a site of one of these kinds fired in this step; of none of them: True."""
         return not kinds or self.alike(_has_any, *kinds)
 
     def ordered(self, kind: str) -> list[int]:
@@ -176,7 +180,7 @@ class Step:
         return self.alike(_ordered, kind)
 
     def alike(self, function: Callable[..., _Made], *arguments: Any) -> _Made:
-        """What a function of this step makes of which sites fired, how often and in which order, and which have values.
+        """Return what a function makes of which sites fired in this step, how often, in which order, and with values.
 
         It must look at no value: it is made once for all steps that agree in these, as those of a training do. An array
         cannot be written to.
@@ -196,11 +200,15 @@ class Step:
         return self._sites.alike((len(self.sites), ids, frame.calls.tobytes(), frame.order.tobytes(), has_values))
 
     def once(self, function: Callable[..., _Made], *arguments: Any) -> _Made:
-        """What a function of this step makes of its sites, such as pairs of ids; made anew when sites appear."""
+        """Return what a function makes of the sites of this step, such as pairs of ids; made anew when sites appear."""
         return self._sites.once(function, self, arguments)
 
+    def id_of(self, name: str, tensor: str) -> int:
+        """Return the id of a site; -1 where the run has shown no such one."""
+        return self._sites.id_of(Site(name, tensor))
+
     def cached(self, function: Callable[[Step], _Made]) -> _Made:
-        """What a function makes of this step, made once for all rules that ask for it."""
+        """Return what a function makes of this step, made once for all rules that ask for it."""
         if function not in self._cached:
             self._cached[function] = function(self)
         return self._cached[function]  # type: ignore[no-any-return]
@@ -262,12 +270,12 @@ class Step:
 
     @cached_property
     def has_nonfinite(self) -> bool:
-        """Whether any value is."""
+        """Whether any value is not finite."""
         return bool(np.count_nonzero(self.nonfinite))
 
     @cached_property
     def _place(self) -> Counts:
-        """Of each id, in the frame; -1 where it is not in this step."""
+        """The place of each id in the frame; -1 where it is not in this step."""
         return self._spread(np.arange(len(self._ids)), -1)
 
     def state(self, site: int) -> Array | None:
@@ -280,8 +288,8 @@ class Step:
         return self._frame.state(place)
 
     def channels(self, site: int) -> Stats[Array] | None:
-        """Those of a site by its id, ``[channels]``, without the scaler's scale; None where none were kept, or sent, or
-        where they are samples.
+        """Return the channels of a site by its id, ``[channels]``, without the scaler's scale; None where none were
+        kept or sent, or where they are samples.
         """
         if site not in self._channels:
             state, scale = self.state(site), float(self.scales[site])
@@ -289,7 +297,7 @@ class Step:
         return self._channels[site]
 
     def channels_or_whole(self, site: int) -> Stats[Array]:
-        """The same; of all together, ``[1]``, where there are none."""
+        """Return the channels of a site; all together, ``[1]``, where there are none."""
         channels = self.channels(site)
         return self.totals.entries(np.array([site])) if channels is None else channels
 
@@ -388,7 +396,7 @@ class Step:
 
     @cached_property
     def grad_norm(self) -> float | None:
-        """As `Snapshot.grad_norm`."""
+        """The norm of all gradients, as `Snapshot.grad_norm`."""
         chosen = self.alike(fired_ids, "param_grad")
         if not chosen.size:
             return None

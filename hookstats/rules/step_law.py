@@ -10,7 +10,7 @@ from hookstats.rules.memory import Memory
 from hookstats.rules.step import Step
 
 
-@rule()
+@rule(depth=2, law="step")
 def outside_write(step: Step, memory: Memory, most_steps: int = 3) -> Ill | None:
     """Something else than an optimizer writes parameters between two of its steps (warning).
 

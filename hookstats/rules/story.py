@@ -9,33 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hookstats.numbers.kinds import kind_of
+from hookstats.rules.engine import depth, is_cause
 from hookstats.rules.finding import MOST_SITES, SEVERITIES, Cause, Finding
 from hookstats.rules.formatting import number, times
 
-# How near to the beginning of a causal chain a rule looks: what comes in, the optimizer and the parameters, forward,
-# backward, the loss. Rules that are not named here look at forward.
-_DEPTH = {
-    "uninitialised-buffer": 0, "evaluation-mode": 0, "input-shift": 0, "constant-input": 0, "unscaled-input": 0,
-    "nonfinite": 1, "replica-drift": 1, "still-statistics": 1,
-    "growing-gradients": 2, "unchanged-parameters": 2, "lost-updates": 2, "shrinking-weights": 2,
-    "probabilities-as-logits": 2, "nll-of-logits": 2, "broadcast-target": 2, "sorted-data": 0, "equal-channels": 1,
-    "outside-write": 2, "optimizer-formula": 2, "cross-entropy-gradient": 2, "clipped-gradients": 1, "silent-rows": 4,
-    "constant-output": 5,
-    "missing-gradients": 4, "bias-gradient": 4, "reduced-gradient": 4, "exploding-gradients": 4,
-    "vanishing-gradients": 4, "gradient-norm-spike": 4, "update-ratio": 4,
-    "loss-spike": 5, "no-progress": 6, "absent-class": 2, "posterior-collapse": 4,
-    "low-precision-fit": 7, "massive-activations": 7,
-}  # fmt: skip
-_FORWARD = 3
 _REASSURES = re.compile(r"[Nn]othing (needs to be|is|is to be) (done|wrong)")
-_NEVER_CAUSES = {"no-progress", "low-precision-fit", "massive-activations", "unscaled-input"}
 _STANDING = 20  # measured steps, for which a problem that is not seen any more still explains what begins
 _KNOWN = 200  # measured steps, for which it is remembered: what began then may be certain much later
-
-
-def depth(rule: str) -> int:
-    """How far from the beginning of a causal chain a rule looks."""
-    return _DEPTH.get(rule, _FORWARD)
 
 
 @dataclass
@@ -88,7 +68,7 @@ class Plot:
         return result
 
     def state(self) -> dict[str, Any]:
-        """What is remembered, for json.dumps."""
+        """Return what is remembered, for json.dumps."""
         told = [[each.finding.to_json(), each.last, each.until, each.has_critical] for each in self._told]
         return {"steps": self._steps, "told": told}
 
@@ -124,13 +104,13 @@ def _began(finding: Finding) -> int:
 
 
 def explains(cause: Finding, effect: Finding) -> bool:
-    """Whether one that was told before may be the cause of another."""
+    """Return whether one that was told before may be the cause of another."""
     if cause.rule == effect.rule:
         return SEVERITIES.index(cause.severity) >= SEVERITIES.index(effect.severity)
-    if cause.rule in _NEVER_CAUSES:
+    if not is_cause(cause.rule):
         return False
     if cause.severity == "note":  # in which nothing needs to be wrong
-        at_once = effect.since == cause.step and effect.rule not in _NEVER_CAUSES
+        at_once = effect.since == cause.step and is_cause(effect.rule)
         return effect.severity == "note" and at_once and depth(cause.rule) <= depth(effect.rule)
     return depth(cause.rule) <= depth(effect.rule)
 
@@ -201,7 +181,7 @@ def _as_grave(chapter: Chapter) -> Chapter:
 
 
 def _adopted(chapters: list[Chapter]) -> list[Chapter]:
-    """Those that began after a deeper cause had begun, which was told later, become its effects."""
+    """Make effects of those that began after a deeper cause had begun, which was told later."""
     causes: dict[int, Chapter] = {}
     for chapter in chapters:
         found = [other for other in chapters if other is not chapter and _came_first(other.finding, chapter.finding)]
@@ -220,7 +200,7 @@ def _adopted(chapters: list[Chapter]) -> list[Chapter]:
 
 
 def _came_first(cause: Finding, effect: Finding) -> bool:
-    """Whether a finding that was told later names what the other one follows from."""
+    """Return whether a finding that was told later names what the other one follows from."""
     if (cause.attempt, cause.rank) != (effect.attempt, effect.rank):
         return False
     began, seen = _began(cause), _began(effect)

@@ -1,4 +1,4 @@
-"""What the gradient of the model's answer tells of the loss and its targets."""
+"""The gradient of the model's answer, and what it tells of the loss and its targets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _answer(step: Step) -> tuple[int, int] | None:
     return outputs[-1], gradient
 
 
-@rule(of="grad_output")
+@rule(of="grad_output", depth=2)
 def broadcast_target(step: Step, consecutive_steps: int = 5, residual: float = 1e-4) -> Ill | None:
     """Every answer is compared with every target, as (N, 1) against (N) is: the model learns their mean (warning).
 
@@ -76,7 +76,7 @@ def broadcast_target(step: Step, consecutive_steps: int = 5, residual: float = 1
     return Ill(is_one, say, ratio, residual, steps=consecutive_steps, site=site)
 
 
-@rule(of="grad_output")
+@rule(of="grad_output", depth=2)
 def nll_of_logits(step: Step, consecutive_steps: int = 5) -> Ill | None:
     """A negative log likelihood of what are no log-probabilities: logits, or probabilities (warning).
 
@@ -117,7 +117,7 @@ def nll_of_logits(step: Step, consecutive_steps: int = 5) -> Ill | None:
     return Ill(is_ill, say, float(totals.max[site]), 0.0, steps=consecutive_steps, site=site)
 
 
-@rule(of="grad_output")
+@rule(of="grad_output", depth=0)
 def sorted_data(step: Step, memory: Memory, share: float = 0.7, batches: int = 10, rows: int = 8) -> Ill | None:
     """Each batch holds one class, and another one later: the data are sorted, and nobody shuffles them (warning).
 
@@ -163,7 +163,7 @@ def sorted_data(step: Step, memory: Memory, share: float = 0.7, batches: int = 1
     return Ill(is_ill, say, alone / batches, share, since=memory.get("since"), site=site)
 
 
-@rule(of="grad_output", per_site=False)
+@rule(of="grad_output", per_site=False, depth=2)
 def absent_class(
     step: Step, memory: Memory, batches: int = 40, rows: float = 100.0, share: float = 0.25
 ) -> Ill | list[Ill] | None:

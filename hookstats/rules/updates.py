@@ -14,7 +14,7 @@ from hookstats.rules.step import Mask, Step, is_bias
 _AFTER = 10  # steps, in which the loss shows what an update did
 
 
-@rule()
+@rule(depth=4)
 def update_ratio(
     step: Step,
     memory: Memory,

@@ -157,8 +157,7 @@ def test_a_finding_survives_json_with_its_cause_and_sites() -> None:
             Finding.from_json({**json.loads(json.dumps(finding.to_json())), key: value})
 
 
-def test_rebuilding_leaves_what_stands_as_a_cause() -> None:
-    """A run that is resumed attaches what comes to what was told before."""
+def test_what_was_told_in_earlier_steps_stays_a_cause() -> None:
     measured = deep(12)
 
     def rule(step: Step) -> Iterator[Finding]:
@@ -168,7 +167,8 @@ def test_rebuilding_leaves_what_stands_as_a_cause() -> None:
             yield step.finding("vanishing-gradients", 0, 2.0, 1.0, "warning", "They vanish.")
 
     judged = Judge([rule])
-    judged.rebuild(measured[:10])
+    for snapshot in measured[:10]:
+        judged.judge(snapshot)
     assert [each.because for snapshot in measured[10:] for each in judged.judge(snapshot)] == [
         Cause("dead-channels", 3, OUTPUTS[1])
     ]

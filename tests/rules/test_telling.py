@@ -82,21 +82,6 @@ def test_a_rule_that_raises_is_a_finding_and_the_others_go_on() -> None:
     assert (second.step, second.rule) == (2, "some")
 
 
-def test_rebuilding_fills_the_windows_and_tells_nothing_of_the_past_again() -> None:
-    class Fifth:
-        seen = 0
-
-        def __call__(self, step: Step) -> list[Finding]:
-            self.seen += 1
-            return [step.finding("some", 0, 2.0, 1.0, "note", "")] if self.seen >= 5 else []
-
-    snapshots = steps(nn.Sequential(nn.Linear(2, 2)), [torch.ones(1, 2)] * 8)
-    for known, expected in ((3, [4]), (6, [])):
-        resumed = Judge([Fifth()])
-        resumed.rebuild(snapshots[:known])
-        assert [finding.step for each in snapshots[known:] for finding in resumed.judge(each)] == expected
-
-
 def test_each_judge_has_windows_of_its_own() -> None:
     snapshots = steps(nn.Sequential(nn.Linear(2, 2)), [torch.ones(1, 2)] * 3)
     snapshots[1].scalars["loss"] = math.nan
