@@ -1,4 +1,4 @@
-"""Samples of parameters, of ranks that measure together."""
+"""Samples of parameters and buffers, of ranks that measure together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ SAMPLES = ("param_sample", "update_sample")
 def replicas(rank: int, world: int) -> list[tuple[float, float, float]]:
     torch.manual_seed(0)
     model = nn.Linear(100, 50)
-    ddp = nn.parallel.DistributedDataParallel(model)
+    model.register_buffer("table", torch.full((5,), float(rank)))
+    ddp = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
     mon = hookstats.attach(ddp, every=1, process_group=dist.group.WORLD)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x = torch.randn(8, 100, generator=torch.Generator().manual_seed(rank))
@@ -32,6 +33,8 @@ def replicas(rank: int, world: int) -> list[tuple[float, float, float]]:
     assert snapshot["weight", "param_sample"].histogram is None
     assert snapshot["weight", "param_grad"].histogram is not None
     assert snapshot["", "input"].total.count == world * 8 * 100  # each rank's batch
+    table = snapshot["table", "buffer_sample"].total
+    assert (table.count, table.mean) == (5 * world, (world - 1) / 2)  # each rank has its own
     return [(weight.count, weight.rms, snapshot["weight", "param_sample"].total.rms)]
 
 

@@ -104,7 +104,7 @@ def test_recorded_replicas_of_all_that_is_measured_of_a_parameter_count_once_and
     kinds = {site.tensor for site in one}
     assert kinds == {*OF_PARAMETERS, "optimizer.exp_avg", "optimizer.exp_avg_sq"} - {"optimizer"}
     for site, stats in one.items():
-        times = 2 if site.tensor in ("buffer", "param_grad_local") else 1
+        times = 2 if site.tensor in ("buffer", "buffer_sample", "param_grad_local") else 1
         assert merged[site].calls == times * stats.calls, site
         assert merged[site].total.count == times * stats.total.count, site
         assert merged[site].total.l2_norm == pytest.approx(times**0.5 * stats.total.l2_norm), site
