@@ -48,7 +48,7 @@ def is_right(finding: Finding, illness: Illness) -> bool:
 
 
 def told(snapshots: list[Snapshot]) -> list[Finding]:
-    """What stands for itself."""
+    """Return the findings that stand for themselves."""
     return [each for each in judge(snapshots) if each.because is None]
 
 
@@ -91,7 +91,7 @@ def of_healthy(half: str | None, folder: Path | None, names: set[str]) -> Iterat
 
 
 def half(row: dict[str, Any]) -> str:
-    """Those that are unseen were never used to set a threshold."""
+    """Return the half: those that are unseen were never used to set a threshold."""
     return "unseen" if row["unseen"] else "seen"
 
 

@@ -172,7 +172,7 @@ def a_copy_by_moving_average(setup: Setup) -> None:
 
 @healthy("mlp")
 def a_loss_of_all_data(setup: Setup) -> None:
-    """The same batch each time, without noise."""
+    """One batch all the time, without noise."""
     batch = setup.data(0)
     setup.data = lambda step: batch
 

@@ -72,7 +72,7 @@ def a_log_softmax_in_the_loss(setup: Setup) -> None:
 
 @healthy("mlp")
 def values_of_actions(setup: Setup) -> None:
-    """Of each row, one value has a target: as in Q learning."""
+    """One value of each row has a target, as in Q learning."""
     setup.loss = lambda out, y: mse_loss(out.gather(1, y[:, None]).squeeze(1), y / 10)
 
 
@@ -113,7 +113,7 @@ def a_class_that_comes_later(setup: Setup) -> None:
 
 @healthy("mlp")
 def small_answers_that_are_learned(setup: Setup) -> None:
-    """Of a hundredth, from a last layer that begins small: their gradient is not that of their own size alone."""
+    """Answers of a hundredth, from a last layer that begins small: their gradient is not that of their own size alone."""
     regression(setup)
     last: Any = setup.model[-1]
     nn.init.normal_(last.weight, std=1e-3)
@@ -309,7 +309,7 @@ def layers_that_are_trained_one_after_another(setup: Setup) -> None:
 
 @healthy("mlp")
 def a_minimum_that_is_found(setup: Setup) -> None:
-    """By L-BFGS, which then stays where it is."""
+    """L-BFGS finds it, and then stays where it is."""
     setup.model = nn.Linear(64, 1)
     setup.optimizer = torch.optim.LBFGS(setup.model.parameters(), max_iter=20)
     x = torch.randn(256, 64)
@@ -330,7 +330,7 @@ def a_minimum_that_is_found(setup: Setup) -> None:
 
 @healthy("mlp")
 def all_that_there_is_to_learn(setup: Setup) -> None:
-    """In float16, with a scaler: the gradients become 0 when the data are known by heart."""
+    """Training in float16, with a scaler: the gradients become 0 when the data are known by heart."""
     batch = setup.data(0)
     master = layers(64, 64, 64, 10)
     setup.model = master
@@ -388,7 +388,7 @@ def a_gated_recurrent_unit(setup: Setup) -> None:
 
 @healthy("gpt")
 def a_fine_tuned_model(setup: Setup) -> None:
-    """It has learned other text before."""
+    """The model has learned other text before."""
     optimizer = torch.optim.AdamW(setup.model.parameters(), 3e-3)
     for number in range(60):
         x, y = setup.data(number)

@@ -105,7 +105,7 @@ def a_class_after_another(setup: Setup) -> None:
 
 @ill("absent-class", on=("mlp", "cnn"))
 def a_class_that_no_row_has(setup: Setup) -> None:
-    """As where a filter of the data has lost one."""
+    """A filter of the data has lost one."""
     _without(setup, 7)
 
 
@@ -140,7 +140,7 @@ class _Around(nn.Module):
 
 @ill("constant-output", "dead-channels", on=("mlp", "tanh"))
 def a_mean_over_the_batch(setup: Setup) -> None:
-    """Over the wrong dimension: then every row is the same."""
+    """The wrong dimension makes every row the same."""
 
     def forward(model: Any, x: torch.Tensor) -> torch.Tensor:
         hidden = model[:2](x)
@@ -152,7 +152,7 @@ def a_mean_over_the_batch(setup: Setup) -> None:
 
 @ill("constant-output", on=("mlp", "cnn"))
 def an_input_that_does_not_matter(setup: Setup) -> None:
-    """It is divided by 255 three times: the biases say everything."""
+    """The input is divided by 255 three times: the biases say everything."""
     setup.damage = lambda step, x, y: (x / 255**3, y)
 
 
@@ -240,7 +240,7 @@ def neurons_that_are_cut_off(setup: Setup) -> None:
 
 
 class Heads(GPT):
-    """Of each attention's 4 heads, some are masked."""
+    """Some of each attention's 4 heads are masked."""
 
     def __init__(self, masked: int) -> None:
         super().__init__()
@@ -398,7 +398,7 @@ def microbatches_whose_losses_are_added_up(setup: Setup) -> None:
 
 @ill("no-progress", on=("tanh",))
 def a_training_that_forgets_all(setup: Setup) -> None:
-    """It has learned by step 100; then labels are random, and the loss is where it began."""
+    """The model has learned by step 100; then labels are random, and the loss is where it began."""
     setup.steps = 420
     setup.damage = lambda step, x, y: (x, y if step < 130 else torch.randint(10, y.shape))
 
@@ -407,13 +407,13 @@ def a_training_that_forgets_all(setup: Setup) -> None:
 
 
 def by_chance(size: int) -> torch.Tensor:
-    """As torch.empty gives it where memory was used before."""
+    """Return what torch.empty gives where memory was used before."""
     return torch.randint(-(2**31), 2**31, (size,)).to(torch.int32).view(torch.float32)
 
 
 @ill("uninitialised-buffer", on=("gpt",), where="inv_freq")
 def rotary_frequencies_that_nobody_computes(setup: Setup) -> None:
-    """As of a model that is made on the meta device: no checkpoint holds them."""
+    """A model that is made on the meta device has such ones: no checkpoint holds them."""
     setup.model, setup.steps = Rotating(by_chance(16)), 30
 
 
@@ -462,7 +462,7 @@ def a_momentum_above_1(setup: Setup) -> None:
 
 @ill("runaway-statistics", on=("resnet",), where="1.norm1")
 def activations_that_a_norm_hides(setup: Setup) -> None:
-    """What comes into a batch norm doubles from step to step; it divides by that."""
+    """The input of a batch norm doubles from step to step, and is divided by that."""
     setup.steps = 60
     block: Any = setup.model[1]  # type: ignore[index]
 

@@ -113,8 +113,8 @@ class Illness(NamedTuple):
 
     @property
     def is_unseen(self) -> bool:
-        """Whether it belongs to the half by which no threshold was set: all of more.py do, none of public_mistakes.py
-        does, others by their name."""
+        """Whether no threshold was set by it: so of all in more.py, of none in public_mistakes.py,
+        of others by their name."""
         file = self.breaks.__module__.rpartition(".")[2]
         return file == "more" or (file != "public_mistakes" and zlib.crc32(self.name.encode()) % 2 == 1)
 

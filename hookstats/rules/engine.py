@@ -134,17 +134,12 @@ class Rule:
     def __repr__(self) -> str:
         return f"{self.function.__name__}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
 
-    def verdict(self, step: Step, memory: Memory) -> list[Finding] | None:
-        """Return what it finds in a step that has tensors of its kinds; None where that says nothing."""
-        found = (
-            self.function(step, memory, **self.arguments) if self.has_memory else self.function(step, **self.arguments)
-        )
-        if found is None:
-            return None
-        if isinstance(found, Ill):
-            return found.findings(self.name, step, memory)
+    def findings(self, verdict: Ill | Finding | Iterable[Ill | Finding], step: Step, memory: Memory) -> list[Finding]:
+        """Return what it has found, of what its function said of a step."""
+        if isinstance(verdict, Ill):
+            return verdict.findings(self.name, step, memory)
         findings: list[Finding] = []
-        for each in (found,) if isinstance(found, Finding) else found:
+        for each in (verdict,) if isinstance(verdict, Finding) else verdict:
             findings += each.findings(self.name, step, memory) if isinstance(each, Ill) else [each]
         return findings
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple, TypeAlias
 
@@ -101,6 +102,7 @@ class _Ruling:
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
+        self._ask = partial(rule.function, **rule.arguments)
         self.memory = Memory()
         self.verdicts = 0
         self.episodes: dict[tuple[str, Site | None], _Episode] = {}
@@ -108,12 +110,13 @@ class _Ruling:
 
     def findings(self, step: Step) -> list[Finding]:
         """Return the findings that are new."""
-        self.seen = _NOTHING
-        self.memory.sites = len(step.sites)
-        found = self.rule.verdict(step, self.memory)
-        if found is None:
+        self.seen, memory = _NOTHING, self.memory
+        memory.sites = len(step.sites)
+        verdict = self._ask(step, memory) if self.rule.has_memory else self._ask(step)
+        if verdict is None:
             return []
         self.verdicts += 1
+        found = self.rule.findings(verdict, step, memory) if verdict else []
         if not found:
             return []
         new = [finding for finding in found if self._is_new(finding)]

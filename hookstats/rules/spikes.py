@@ -121,10 +121,12 @@ def _judge(step: Step, memory: Memory, how: _Losses, at: int, value: float, has_
 def _jumped(
     step: Step, memory: Memory, how: _Losses, at: int, value: float, limit: float, has_moved: bool | None
 ) -> Finding | None:
-    known, level, firsts = memory.get("jump"), memory.course("past", how.window).level, memory["firsts"]
+    known = memory.get("jump")
+    if known is None and not value > limit:
+        return None
+    level, firsts = memory.course("past", how.window).level, memory["firsts"]
     if known is None:
-        undoes = firsts and value - level >= how.undone * (firsts[0] - memory["lowest"])
-        if not (undoes and value > limit):
+        if not (firsts and value - level >= how.undone * (firsts[0] - memory["lowest"])):
             return None
         sentence = f"the {how.scalar} jumped to {number(value)}, from {number(level)} in the steps before. "
         since = at
