@@ -113,7 +113,7 @@ def a_class_that_comes_later(setup: Setup) -> None:
 
 @healthy("mlp")
 def small_answers_that_are_learned(setup: Setup) -> None:
-    """Answers of a hundredth, from a last layer that begins small: their gradient is not that of their own size alone."""
+    """Answers of 0.01, from a last layer that begins small: their gradient is not that of their own size alone."""
     regression(setup)
     last: Any = setup.model[-1]
     nn.init.normal_(last.weight, std=1e-3)
