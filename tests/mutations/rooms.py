@@ -36,8 +36,8 @@ MUTANTS = [
     Mutant(
         "a loss far below its level is a jump",
         "hookstats/rules/spikes.py",
-        "if not (undoes and value > limit):",
-        "if not (undoes and value < limit):",
+        "if known is None and not value > limit:",
+        "if known is None and not value < limit:",
         "tests/rules/test_spikes.py",
     ),
     Mutant(
@@ -46,6 +46,20 @@ MUTANTS = [
         "if value > limit:",
         "if value > math.inf:",
         "tests/rules/test_spikes.py",
+    ),
+    Mutant(
+        "statistics on the way to a level run away",
+        "hookstats/rules/buffers.py",
+        " & (now > grown)",
+        "",
+        "tests/rules/test_buffers.py",
+    ),
+    Mutant(
+        "a norm that does not run is said to stand still",
+        "hookstats/rules/buffers.py",
+        "judged[means] = runs & bool(step.grad_norm)",
+        "judged[means] = True",
+        "tests/rules/test_buffers.py",
     ),
     Mutant(
         "losses of steps that were not measured are not looked at",
