@@ -36,10 +36,12 @@ struct __attribute__((visibility("hidden"))) Observed {
   std::optional<Half> output, gradient;
   std::shared_ptr<const Enabled> enabled;
   std::optional<c10::SafePyObject> in_graph;  // callable: what compiled autograd is to trace for a gradient
+  bool is_sampled = false;                    // some rows alone are read, where the monitor says so
   bool is_table = false;                      // may return a table, of which as many rows as a mask has mean nothing
 
   const Site& site() const { return (output ? output : gradient)->site; }
   bool measures_now() const { return enabled->is_open_on(site().device) && enabled->counts_now(); }
+  Sampling sampling() const { return is_sampled ? enabled->sampling.load() : Sampling(); }
 };
 
 namespace {
@@ -138,6 +140,7 @@ void bind(py::object hook, py::object output, py::object gradient, py::object in
   auto made = std::make_shared<Observed>();
   made->output = half_of(output.ptr(), made->enabled);
   made->gradient = half_of(gradient.ptr(), made->enabled);
+  made->is_sampled = (output.is_none() ? gradient : output).attr("is_sampled").cast<bool>();
   made->in_graph.emplace(in_graph.release().ptr(), getPyInterpreter());
   made->is_table = is_table;
   slots->set_observed(own->number, made);
@@ -183,13 +186,13 @@ Failures take_failures() {
 
 // Folds a tensor; or, where its site is merely to fit, refuses what could not be folded. Returns whether there are rows
 // and they are about it.
-bool measure(const at::Tensor& x, const Site& site, const Counting* rows, bool only_look = false) {
-  if (x.is_neg()) return measure(x.resolve_neg(), site, rows, only_look);
+bool measure(const at::Tensor& x, const Site& site, const Counting* rows, Sampling sampling, bool only_look = false) {
+  if (x.is_neg()) return measure(x.resolve_neg(), site, rows, sampling, only_look);
   const std::optional<Rows> counting = rows ? std::optional(rows->views()) : std::nullopt;
   const Rows* const given = counting ? &*counting : nullptr;
   if (only_look) return described(view_of(x), site, given).layout.row_dims > 0;
   if (rows) rows->used_here();
-  return accumulate(view_of(x), site, given);
+  return accumulate(view_of(x), site, given, sampling);
 }
 
 void accumulate_gradient(const at::Tensor& gradient, const Observed& observed, const std::optional<Counting>& rows) {
@@ -198,7 +201,7 @@ void accumulate_gradient(const at::Tensor& gradient, const Observed& observed, c
   if (!observed.enabled->is_open_on(site.device)) return;
   const Times::Span span(observed.enabled->times.load());
   try {
-    measure(gradient, site, rows ? &*rows : nullptr);
+    measure(gradient, site, rows ? &*rows : nullptr, observed.sampling());
   } catch (const std::exception& error) {
     if (observed.gradient->strict) throw;
     std::lock_guard<std::mutex> lock(failures_mutex);
@@ -221,7 +224,7 @@ void observe_in_graph(const at::Tensor& x, const at::Tensor& slot, const std::st
   const Site& site = half ? half->site : observed.site();
   if (!found.is_new && note.empty() && channel_dim_for(site.channel_dim, x.dim())) {
     try {
-      measure(x, site, rows && half ? &*rows : nullptr, !half);
+      measure(x, site, rows && half ? &*rows : nullptr, observed.sampling(), !half);
       return;
     } catch (const std::exception&) {  // it may fit a site that is made anew; else Python meets the same
     }
@@ -318,18 +321,18 @@ PyObject* observe_by(const HookObject* hook, PyObject* value) {
     }
     const Times::Span span(observed.enabled->times.load(), 1);
     const auto counted = observed.enabled->counted_here();
-    std::optional<Counting> rows = counted ? counted->on(x.device()) : std::nullopt;
+    std::optional<Counting> rows = counted ? counted->on(x.device(), observed.is_sampled) : std::nullopt;
     if (rows && observed.is_table && !view_of(x).begins_with(view_of(rows->row_index))) rows.reset();
     const Counting* counting = rows ? &*rows : nullptr;
     if (!observed.output) {
-      const bool concerned = measure(x, site, counting, /*only_look=*/true);
+      const bool concerned = measure(x, site, counting, {}, /*only_look=*/true);
       if (counting) ++(concerned ? counted->concerned : counted->others);
     } else if (!backward_is_running()) {
       // Only where it takes longer than getting the GIL back: a launch does not, nor does a small tensor.
       constexpr int64_t kLong = 1 << 15;
       std::optional<py::gil_scoped_release> release;
       if (x.is_cpu() && x.numel() >= kLong) release.emplace();
-      const bool concerned = measure(x, site, counting);
+      const bool concerned = measure(x, site, counting, observed.sampling());
       if (counting) ++(concerned ? counted->concerned : counted->others);
     }
     // A leaf's gradient is its owner's, and a hook on it would outlive the step.

@@ -1,5 +1,6 @@
 // Tensors as kernels are given them, checked: dtypes, states, layouts, the rows that count. Knows of no kind of tensor.
 
+#include <algorithm>
 #include <array>
 #include <cstdlib>
 #include <string>
@@ -219,6 +220,47 @@ Site::Site(SiteTensors of)
       memory(std::move(of.memory)) {
   check_device(device);
   if (of.active) check_one_int32("active", *of.active, device);
+}
+
+SampledView::SampledView(const View& x, const Site& site, const Rows* rows, Sampling sampling) : view_(x) {
+  constexpr int64_t kRowBytes = 64;
+  const int64_t ndim = x.dim(), every = sampling.every;
+  if (!x.is_strided || !x.data || ndim > Layout::kMaxDims || site.state.block < 0) return;
+  const int64_t dim = channel_dim_for(site.channel_dim, ndim).value_or(ndim), channel = dim < 0 ? dim + ndim : dim;
+  if (rows && row_dims_of(x, channel, rows->row_index) > 0) return;
+  const auto bytes = with_dtype(dtype_of(x.dtype), [](auto value) { return int64_t(sizeof value); });
+
+  int order[Layout::kMaxDims], n = 0;  // dimensions that lead to other memory, the innermost first
+  for (int d = 0; d < ndim; ++d) {
+    if (x.sizes[d] == 1 || x.strides[d] == 0) continue;
+    int at = n++;
+    for (; at > 0 && x.strides[order[at - 1]] > x.strides[d]; --at) order[at] = order[at - 1];
+    order[at] = d;
+  }
+  int64_t row = 1;  // elements of one
+  int outer = 0;
+  while (outer < n && row * bytes < kRowBytes && x.strides[order[outer]] == row) row *= x.sizes[order[outer++]];
+  if (row * bytes < kRowBytes) return;
+
+  std::copy(x.sizes.data, x.sizes.data + ndim, sizes_);
+  std::copy(x.strides.data, x.strides.data + ndim, strides_);
+  for (int64_t count = 0; outer < n; ++outer) {
+    const int chosen = order[outer];
+    if (chosen == channel) continue;
+    int last = outer + 1;  // those that only go on where it ends are its rows, too
+    for (count = x.sizes[chosen]; last < n && order[last] != channel; ++last) {
+      if (x.strides[order[last]] != count * x.strides[chosen]) break;
+      count *= x.sizes[order[last]];
+    }
+    if (count < every || (site.state.block > 0 && chosen == ndim - 1)) continue;
+    for (int i = outer + 1; i < last; ++i) sizes_[order[i]] = 1;
+    sizes_[chosen] = (count - sampling.phase + every - 1) / every;
+    strides_[chosen] *= every;
+    view_.data = static_cast<const char*>(x.data) + sampling.phase * x.strides[chosen] * bytes;
+    view_.sizes.data = sizes_;
+    view_.strides.data = strides_;
+    return;
+  }
 }
 
 Input described(const View& x, const Site& site, const Rows* rows) {

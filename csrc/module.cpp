@@ -24,6 +24,19 @@ struct PythonSpan {
   std::unique_ptr<Times::Span> running;
 };
 
+using TensorPairs = std::vector<std::pair<at::Tensor, at::Tensor>>;
+
+// Rows that have just been written.
+std::vector<Counting> written(const TensorPairs& rows) {
+  std::vector<Counting> all;
+  for (const auto& [row_index, kept] : rows) {
+    auto made = std::make_shared<MadeOn>(row_index.device());
+    made->written();
+    all.push_back({row_index, kept, std::move(made)});
+  }
+  return all;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -42,13 +55,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init<unsigned long>())
       .def_property_readonly(
           "met", [](const Counted& counted) { return std::make_pair(counted.concerned.load(), counted.others.load()); })
-      .def("set_rows", [](Counted& counted, const std::vector<std::pair<at::Tensor, at::Tensor>>& rows) {
-        counted.rows.clear();
-        for (const auto& [row_index, kept] : rows) {
-          auto made = std::make_shared<MadeOn>(row_index.device());
-          made->written();
-          counted.rows.push_back({row_index, kept, std::move(made)});
-        }
+      .def("set_rows", [](Counted& counted, const TensorPairs& rows, const TensorPairs& sampled) {
+        counted.rows = written(rows);
+        counted.sampled = written(sampled);
       });
   py::class_<Enabled, std::shared_ptr<Enabled>>(m, "Enabled")
       .def(py::init<at::Tensor>())
@@ -62,6 +71,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property(
           "is_paused", [](const Enabled& enabled) { return enabled.is_paused.load(); },
           [](Enabled& enabled, bool is_paused) { enabled.is_paused = is_paused; })
+      .def_property(
+          "sampling",
+          [](const Enabled& enabled) {
+            const Sampling now = enabled.sampling.load();
+            return std::make_pair(now.every, now.phase);
+          },
+          [](Enabled& enabled, std::pair<int32_t, int32_t> now) {
+            TORCH_CHECK_VALUE(0 <= now.second && now.second < now.first,
+                              "Enabled.sampling: expected (every, phase) with a phase below every, got ", now.first,
+                              " and ", now.second);
+            enabled.sampling = Sampling{now.first, now.second};
+          })
       .def("counts_now", &Enabled::counts_now)
       .def("decide_by", [](Enabled& enabled, py::object root) { enabled.root = root.is_none() ? nullptr : root.ptr(); })
       .def("count",

@@ -30,14 +30,14 @@ inline constexpr const char* kThreadKey = "hookstats.thread";
 
 // What counts of the tensors that a thread measures, where it has rows ignored: for each device.
 struct __attribute__((visibility("hidden"))) Counted {
-  const unsigned long thread;  // threading.get_ident()
-  std::vector<Counting> rows;
+  const unsigned long thread;                    // threading.get_ident()
+  std::vector<Counting> rows, sampled;           // sampled: some of the rows, for what is read in part
   std::atomic<int64_t> concerned{0}, others{0};  // tensors that met these rows: whether they are about them
 
   explicit Counted(unsigned long ident) : thread(ident) {}
 
-  std::optional<Counting> on(at::Device device) const {
-    for (const Counting& each : rows) {
+  std::optional<Counting> on(at::Device device, bool is_sampled) const {
+    for (const Counting& each : is_sampled ? sampled : rows) {
       if (each.row_index.device() == device) return each;
     }
     return std::nullopt;
@@ -45,11 +45,12 @@ struct __attribute__((visibility("hidden"))) Counted {
 };
 
 // What all hooks of a monitor share: whether and what they measure. Changed and read under the GIL, but for `is_open`,
-// `is_paused` and `times`, which backward reads.
+// `is_paused`, `sampling` and `times`, which backward reads.
 struct __attribute__((visibility("hidden"))) Enabled {
   at::Tensor open;  // [1] int32 on the CPU: zero while nothing is to be measured
   const int32_t* is_open;
   std::atomic<bool> is_paused{false};  // not only for this step, but by the user; or nothing is watched any more
+  std::atomic<Sampling> sampling{Sampling()};  // of the open step: which rows of activations and gradients are read
   PyObject* root =
       nullptr;  // the module whose `training` decides, borrowed: Python takes it away before it dies; or null
   std::vector<std::shared_ptr<Counted>> counted;  // of all threads; the innermost last

@@ -18,13 +18,20 @@ std::mutex& cpu_lock(const State& state) {
   return cpu_locks[reinterpret_cast<uintptr_t>(state.counters) / sizeof(int64_t) % cpu_locks.size()];
 }
 
+Sampling sampling_of(int64_t every, int64_t phase) {
+  if (every < 1 || phase < 0 || phase >= every || every > std::numeric_limits<int32_t>::max()) {
+    refuse("hookstats: expected every from 1 on and a phase from 0 to below it, got ", every, " and ", phase);
+  }
+  return {int32_t(every), int32_t(phase)};
+}
+
 void accumulate_op(const Tensor& x, const Tensor& moments, const Tensor& counters,
                    const std::optional<Tensor>& histogram, const std::optional<Tensor>& active, int64_t channel_dim,
                    double low, double high, const std::optional<Tensor>& row_index, const std::optional<Tensor>& kept,
-                   int64_t block) {
+                   int64_t block, int64_t every, int64_t phase) {
   const Site site = site_of(moments, counters, histogram, active, channel_dim, low, high, block);
   const auto rows = rows_of(row_index, kept);
-  accumulate(view_of(x), site, rows ? &*rows : nullptr);
+  accumulate(view_of(x), site, rows ? &*rows : nullptr, sampling_of(every, phase));
 }
 
 // A site that is checked once, for a hook in Python.
@@ -41,11 +48,12 @@ int64_t make_site(const Tensor& moments, const Tensor& counters, const std::opti
 
 // As accumulate; with only_look, refuses what accumulate would, and folds nothing.
 bool fold_op(const Tensor& x, int64_t site, const std::optional<Tensor>& row_index, const std::optional<Tensor>& kept,
-             bool only_look) {
+             bool only_look, int64_t every, int64_t phase) {
   const auto rows = rows_of(row_index, kept);
   const Rows* counting = rows ? &*rows : nullptr;
   const Site& into = held<HeldSite>(site).site;
-  return only_look ? described(view_of(x), into, counting).layout.row_dims > 0 : accumulate(view_of(x), into, counting);
+  if (only_look) return described(view_of(x), into, counting).layout.row_dims > 0;
+  return accumulate(view_of(x), into, counting, sampling_of(every, phase));
 }
 
 void merge_op(const Tensor& moments, const Tensor& counters, const std::optional<Tensor>& histogram,
@@ -215,8 +223,11 @@ NoCpuKernel::~NoCpuKernel() {
   for (std::mutex& lock : cpu_locks) lock.unlock();
 }
 
-bool accumulate(const View& x, const Site& site, const Rows* rows) {
+bool accumulate(const View& whole, const Site& site, const Rows* rows, Sampling sampling) {
   const State& state = site.state;
+  std::optional<SampledView> sampled;
+  if (sampling.every > 1 && !capture_on(site.device)) sampled.emplace(whole, site, rows, sampling);
+  const View& x = sampled ? sampled->view() : whole;
   Input input = described(x, site, rows);
   const bool by_rows = input.layout.row_dims > 0;
   if (input.layout.count == 0) return by_rows;
@@ -245,7 +256,8 @@ bool accumulate(const View& x, const Site& site, const Rows* rows) {
 HOOKSTATS_OPERATORS(m) {
   m.def(
       "accumulate(Tensor x, Tensor(a!) moments, Tensor(b!) counters, Tensor(c!)? histogram, Tensor? active, "
-      "int channel_dim, float low=0.0, float high=0.0, Tensor? rows=None, Tensor? kept=None, int block=0) -> ()");
+      "int channel_dim, float low=0.0, float high=0.0, Tensor? rows=None, Tensor? kept=None, int block=0, "
+      "int every=1, int phase=0) -> ()");
   m.def(
       "merge(Tensor(a!) moments, Tensor(b!) counters, Tensor(c!)? histogram, Tensor from_moments, "
       "Tensor from_counters, Tensor? from_histogram) -> ()");
@@ -253,7 +265,9 @@ HOOKSTATS_OPERATORS(m) {
   m.def(
       "make_site(Tensor moments, Tensor counters, Tensor? histogram, Tensor? active, int channel_dim, float low, "
       "float high, int block) -> int");
-  m.def("fold(Tensor x, int site, Tensor? rows=None, Tensor? kept=None, bool only_look=False) -> bool");
+  m.def(
+      "fold(Tensor x, int site, Tensor? rows=None, Tensor? kept=None, bool only_look=False, int every=1, "
+      "int phase=0) -> bool");
   m.def("part(Tensor memory, int offset, int[] shape, bool is_float64) -> Tensor");
   m.def("let_go(int number) -> ()");
   m.def("capture_on(int device) -> int");

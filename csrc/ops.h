@@ -131,10 +131,31 @@ struct Rows {
   std::vector<Memory> memory = {};
 };
 
+// Every `every`-th row of a tensor is read, from row `phase` on.
+struct Sampling {
+  int32_t every = 1, phase = 0;
+};
+
+// A tensor as it is read where its rows are sampled: a tensor of fewer rows over the same memory. A row is a contiguous
+// run of at least 64 bytes: a token, a line of a plane, a plane where its lines are shorter. Read whole are tensors of
+// fewer than `every` rows, those whose channels alone tell rows apart, and those whose rows a mask lists: the list has
+// been sampled then. The channel dimension is never cut.
+class SampledView {
+ public:
+  SampledView(const View& x, const Site& site, const Rows* rows, Sampling sampling);
+  SampledView(const SampledView&) = delete;
+  SampledView& operator=(const SampledView&) = delete;
+  const View& view() const { return view_; }
+
+ private:
+  View view_;
+  int64_t sizes_[Layout::kMaxDims], strides_[Layout::kMaxDims];
+};
+
 // Folds `x`, or its rows that count, into the state; in a CUDA graph that is captured, too, and on any stream. One
 // kernel on the current stream, two with blocks; nothing is waited for, nor allocated after the first launch on the
-// stream. Returns whether there are rows and they are about this tensor.
-bool accumulate(const View& x, const Site& site, const Rows* rows = nullptr);
+// stream. Returns whether there are rows and they are about this tensor. A CUDA graph that is captured reads all of it.
+bool accumulate(const View& x, const Site& site, const Rows* rows = nullptr, Sampling sampling = {});
 
 // What a kernel is given for `x`, checked; the data pointer is still to come.
 Input described(const View& x, const Site& site, const Rows* rows = nullptr);

@@ -54,6 +54,7 @@ class _Observed:
         self.knows_all = self.channel_dim < _ops.constants["DIMS_BY_NDIM"]
         self.enabled: Enabled = (gradient if output is None else output).enabled
         self.in_graph, self.is_table = in_graph, is_table
+        self.is_sampled: bool = (gradient if output is None else output).is_sampled
 
     def knows(self, ndim: int) -> bool:
         """Return whether the channel dimension of such a tensor is known: csrc/ops.h."""
@@ -65,7 +66,8 @@ class _Observed:
         site = self.site if is_output or self.gradient_site is None else self.gradient_site
         if rows is not None:
             rows.used_here()
-        concerned: bool = _ops.fold(x, site.number, *(rows or (None, None))[:2], only_look)
+        sampling = self.enabled.sampling if self.is_sampled else (1, 0)
+        concerned: bool = _ops.fold(x, site.number, *(rows or (None, None))[:2], only_look, *sampling)
         return concerned
 
 
@@ -162,10 +164,10 @@ def _observe(x: torch.Tensor, observed: _Observed) -> str | None:
 def _measure(x: torch.Tensor, observed: _Observed) -> None:
     counted, rows = observed.enabled.counted_here(), None
     if counted is not None:
-        rows = counted.on(x.device)
+        rows = counted.on(x.device, observed.is_sampled)
         if rows is not None and observed.is_table and x.shape[: rows.row_index.dim()] != rows.row_index.shape:
             rows = None
-    if observed.output is not None and rows is None:
+    if observed.output is not None and rows is None and not observed.is_sampled:
         if not backward_is_running():
             _ops.fold(x, observed.site.number)
     elif observed.output is None or not backward_is_running():
@@ -193,7 +195,8 @@ def _observe_gradient(observed: _Observed, rows: Rows | None, gradient: torch.Te
     try:
         if gradient is None or not observed.enabled.is_open_here() or has_no_data(gradient):
             return None
-        if rows is None and type(gradient) is torch.Tensor and _is_unwatched() and observed.enabled.times is None:
+        is_plain = rows is None and type(gradient) is torch.Tensor and not observed.is_sampled
+        if is_plain and _is_unwatched() and observed.enabled.times is None:
             _ops.fold(gradient, observed.gradient_site.number)  # type: ignore[union-attr]
             return None
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), observed.enabled.span():

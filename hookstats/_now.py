@@ -113,13 +113,19 @@ class Counted:
     def __init__(self, thread: int) -> None:
         self.thread = thread
         self.rows: list[Rows] = []
+        self.sampled: list[Rows] = []  # of these some, for what is read in part
         self.met = 0, 0  # tensors that met these rows: those that they are about, and others
 
-    def set_rows(self, rows: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self.rows = _written(rows)
+    def set_rows(
+        self,
+        rows: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        sampled: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        self.rows, self.sampled = _written(rows), _written(sampled)
 
-    def on(self, device: torch.device) -> Rows | None:
-        return next((rows for rows in self.rows if rows.row_index.device == device), None)
+    def on(self, device: torch.device, is_sampled: bool) -> Rows | None:
+        given = self.sampled if is_sampled else self.rows
+        return next((rows for rows in given if rows.row_index.device == device), None)
 
     def note(self, concerned: bool) -> None:
         self.met = self.met[0] + concerned, self.met[1] + (not concerned)
@@ -138,6 +144,7 @@ class Enabled:
         self.open = open
         self.is_open = ctypes.c_int32.from_address(open.data_ptr())
         self.is_paused = False
+        self.sampling = 1, 0  # of the open step: of activations and gradients, every so-many-th row from one on is read
         self.times: Times | None = None
         self._root: weakref.ref[torch.nn.Module] | None = None
         self._counted: Sequence[Counted] = ()

@@ -21,13 +21,16 @@ from hookstats.modules.selection import Modules, all_modules, watched_root
 from hookstats.numbers.fields import Bins, ExponentBins
 from hookstats.numbers.ranks import ALONE, StepRanks
 from hookstats.watch.arguments import (
+    DEFAULT_EVERY,
     DEFAULT_TENSORS,
     Channels,
     Options,
     Ranks,
     Sink,
+    check_budget,
+    check_every,
     check_histogram,
-    checked_every,
+    check_rows,
     checked_sinks,
     checked_tensors,
     device_of,
@@ -59,7 +62,9 @@ def attach(
     tensors: Iterable[str] = DEFAULT_TENSORS,
     channels: bool | str | Iterable[str] | Channels = True,
     histogram: Bins | None = ExponentBins(),
-    every: int | Callable[[int], bool] = 10,
+    every: int | Callable[[int], bool] = DEFAULT_EVERY,
+    rows: int = 1,
+    budget: float | None = None,
     sinks: Sink | Iterable[Sink] = (),
     process_group: Any = None,
     options: Options = Options(),
@@ -89,6 +94,17 @@ def attach(
         histogram: ``ExponentBins()``, ``LinearBins(lo, hi, n)``, either with ``per_channel=True``, or None.
             ``ExponentBins(block=32)`` or 16 also counts what formats with a scale for each block would lose.
         every: n, to measure every n-th step from step 0 on, or a callable ``step -> bool``. Step 0 is always measured.
+        rows: n, to read every n-th row of activations and of their gradients, others in each measured step; 1: all. A
+            row is a run of at least 64 bytes in memory: a token, a line of a plane, or a small plane. Of the rows that
+            `Monitor.ignore` leaves it is every n-th; fewer than n rows are read whole, channels are never cut, and
+            what is of parameters, the model's input, attentions and routers are read in full. Counts, extremes and
+            histograms are then of the rows read, means, rms and shares are estimates (`Stats.standard_error`), and a
+            NaN in another row is not seen (``Snapshot.rows``). The first ten measured steps are read in full, and ten
+            after a finding of a warning or worse, for rules that need the sums of all rows.
+        budget: in place of every and rows, the share of the time of a step that may be added on average, such as 0.01.
+            The first 28 steps are timed, in full, in part and without; then every and rows are chosen, for good: every
+            step where that fits, with as many rows as fit, at least one of 8. It is logged, and is in
+            `Monitor.overhead`. Ranks of a process_group choose alike: in step 28 they wait for each other, once.
         sinks: a callable or several, called with each Snapshot when it arrives; or `hookstats.record`, which keeps and
             judges them.
         process_group: the torch.distributed.ProcessGroup or DeviceMesh whose ranks measure together, or `Ranks`, which
@@ -106,14 +122,16 @@ def attach(
     """
     refuse(model)
     kinds = checked_tensors(tensors)
-    due = checked_every(every)
+    check_every(every)
+    check_rows(rows)
+    check_budget(budget, every, rows)
     kept = channels if isinstance(channels, Channels) else Channels(channels)
     callables = checked_sinks(sinks)
     check_histogram(histogram)
     if not isinstance(options, Options):
         raise TypeError(f"options: expected hookstats.Options(...), got {options!r}")
     plan = Plan(model, modules, exclude, kinds, kept)
-    store = Store(histogram, options.memory_budget, options.strict)
+    store = Store(histogram, options.memory_budget, options.strict, may_sample=rows > 1 or budget is not None)
     too_much = plan.reserve(store)
     for device in store.blocks:
         if device.type == "cuda":
@@ -143,7 +161,10 @@ def attach(
             scaling,
             handles,
             plan.device,
-            due=due,
+            every=every,
+            rows=rows,
+            budget=budget,
+            agree=list if joined is None else joined.largest,
             channels_every=kept.every,
             tap_channels=kept.which is True and too_much is None,
             attention=parts.attentions,
@@ -151,7 +172,7 @@ def attach(
             is_judged=any(isinstance(sink, Recorder) for sink in callables),
             declared=options.laws,
         )
-        settings = _settings(model, monitor, plan, every, kept.every, options)
+        settings = _settings(model, monitor, plan, every, rows, budget, kept.every, options)
         of_all = settings if joined is None else settings | {"rank": 0, "world_size": ranks.world_size}
         for recorder in delivery.recorders:
             recorder.begin(settings if recorder.every_rank else of_all)
@@ -262,6 +283,8 @@ def _settings(
     monitor: Monitor,
     plan: Plan,
     every: int | Callable[[int], bool],
+    rows: int,
+    budget: float | None,
     channels_every: int,
     options: Options,
 ) -> dict[str, Any]:
@@ -274,7 +297,9 @@ def _settings(
         "sites": len(monitor.sites),
         "state_bytes": monitor.state_bytes,
         "device": str(plan.device),
-        "every": every if isinstance(every, int) else repr(every),
+        "every": every if isinstance(every, int) and budget is None else repr(every if budget is None else None),
+        "rows": rows,
+        "budget": budget,
         "channels_every": channels_every,
         "options": options.to_json(),
         "torch": torch.__version__,

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hookstats.numbers.ranks import Drift as Drift
     from hookstats.numbers.ranks import Spread as Spread
     from hookstats.numbers.site_stats import SiteStats as SiteStats
+    from hookstats.numbers.site_stats import StandardError as StandardError
     from hookstats.numbers.snapshot import ChannelValue as ChannelValue
     from hookstats.records.errors import SchemaError as SchemaError
     from hookstats.rules.finding import Finding as Finding
@@ -50,7 +51,7 @@ _HOMES = {
     "hookstats.numbers.fields": ["Skipped", "Stats"],
     "hookstats.numbers.histogram": ["BlockExponents", "Histogram"],
     "hookstats.numbers.ranks": ["Drift", "Spread"],
-    "hookstats.numbers.site_stats": ["SiteStats"],
+    "hookstats.numbers.site_stats": ["SiteStats", "StandardError"],
     "hookstats.numbers.snapshot": ["ChannelValue"],
     "hookstats.records.errors": ["SchemaError"],
     "hookstats.rules.finding": ["Finding"],

@@ -19,7 +19,7 @@ from benchmarks.illnesses import healthy, ill, more, public_mistakes  # noqa: F4
 from benchmarks.illnesses.healthy import HEALTHY
 from benchmarks.illnesses.more_healthy import MORE
 from benchmarks.illnesses.public_healthy import PUBLIC
-from benchmarks.illnesses.training import ILL, Illness, Measured, run, seeded
+from benchmarks.illnesses.training import ILL, ROWS, Illness, Measured, run, seeded
 from hookstats import Snapshot
 from hookstats.rules import Finding, judge
 from tests.rules.fleet import thinned
@@ -119,7 +119,9 @@ def main() -> None:
     parser.add_argument("--half", choices=("seen", "unseen"))
     parser.add_argument("--save", type=Path, help="keep what was measured here, and judge it anew the next time")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--rows", type=int, default=1, help="every so-many-th row is read")
     arguments = parser.parse_args()
+    ROWS.append(arguments.rows)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     began, names = time.perf_counter(), set(arguments.names)

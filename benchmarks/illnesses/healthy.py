@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-import hookstats
-from benchmarks.illnesses.training import KINDS, Measured, Setup, adam, run
+from benchmarks.illnesses.training import KINDS, Measured, Setup, adam, attached, run
 from hookstats import Snapshot
 from tests.rules import fleet
 from tests.rules.fleet.models import layers
@@ -24,7 +23,7 @@ def _of_fleet(make: Callable[[], Any]) -> Callable[[], Measured]:
         training = make()
         snapshots: list[Snapshot] = []
         losses = []
-        with hookstats.attach(training.model, every=1, sinks=snapshots.append) as monitor:
+        with attached(training.model, snapshots) as monitor:
             for number in range(training.steps):
                 loss = training.step(number)
                 losses.append(float(loss))

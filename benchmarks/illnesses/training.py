@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import hookstats
-from hookstats import Snapshot
+from hookstats import Monitor, Snapshot
 from tests.rules.fleet.models import GPT, Recurrent, cnn, layers, resnet
 from tests.rules.fleet.training import images, lines
 
@@ -156,12 +156,20 @@ def seeded() -> None:
     np.random.seed(0)  # noqa: NPY002, sklearn's
 
 
+ROWS = [1]  # of which each so-many-th is read
+
+
+def attached(model: nn.Module, snapshots: list[Snapshot]) -> Monitor:
+    """At every step, as `attach` does it where nothing else is asked for."""
+    return hookstats.attach(model, every=1, rows=ROWS[-1], sinks=snapshots.append)
+
+
 def run(setup: Setup) -> Measured:
-    """A training, measured at every step as `attach` does it where nothing else is asked for."""
+    """A training that is measured."""
     snapshots: list[Snapshot] = []
     losses = []
     setup.prepare()
-    with hookstats.attach(setup.model, every=1, sinks=snapshots.append) as monitor:
+    with attached(setup.model, snapshots) as monitor:
         for number in range(setup.steps):
             loss = setup.step(number)
             losses.append(float(loss))

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torch import nn
 
+from hookstats._warn import warn
+from hookstats.cluster.exchange import Exchange
 from hookstats.cluster.groups import checked_placements, group_of
 from hookstats.cluster.merging import Merging
 from hookstats.cluster.placements import Placements
@@ -45,6 +49,7 @@ class Joined:
         self._placing: tuple[Any, Any, Placing] | None = None  # what it was made of
         weakref.finalize(self, self._merging.give_up).atexit = False  # where nobody detaches the monitor, nor holds it
         self._arrived: list[StepFrame] = []
+        self._exchange = partial(Exchange, "agreeing", group.ranks, timeout)
         self.ranks = StepRanks((rank,), len(group.ranks))
         self.is_first = rank == min(group.ranks)
 
@@ -63,6 +68,15 @@ class Joined:
         """What all ranks have together, or this one alone, in the order of their submission; each once."""
         arrived, self._arrived = [*self._arrived, *self._merging.arrived()], []
         return arrived
+
+    def largest(self, numbers: list[float]) -> list[float]:
+        """Of each number the largest over all ranks, which wait for each other; this rank's own where one is gone."""
+        try:
+            found: list[float] = self._exchange().max(np.array(numbers)).tolist()
+        except (RuntimeError, TimeoutError) as error:
+            warn(f"the ranks could not agree on what measuring costs, each goes by its own times: {error!r}")
+            return numbers
+        return found
 
     def wait(self, timeout: float) -> None:
         """Until all that was submitted has arrived, or `timeout` seconds have passed."""

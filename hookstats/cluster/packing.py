@@ -36,7 +36,7 @@ SILENT, UNUSED = (
 )  # in place of a hash; the latter of a gradient that no optimizer has taken: it need not be reduced
 NEVER = 4  # in place of a phase
 _MOST_CALLS = 1023  # that are told apart in a moment
-_OF_STEP = ("time", "overflowed")  # scalars that every step has
+_OF_STEP = ("time", "overflowed", "rows")  # scalars that every step has
 _FEW = 1 << 13  # numbers of a site that are moved one by one, by index, together with those of other sites
 CALLS, FIRED, SHOWN, SKIPPED, GIVEN_UP = range(5)  # rows of counts
 ORDER, SKIPPED_BY = range(2)  # rows of earliest
@@ -201,7 +201,8 @@ class _Part:
             counts[SKIPPED, i], counts[GIVEN_UP, i] = skipped.times or 0, skipped.times is None
             flat.extremes["earliest"][SKIPPED_BY, i] = -self._rank
         time = frame.time if self._rank == union.ranks[0] else None
-        for i, value in enumerate([time, frame.overflowed, *(frame.scalars.get(name) for name in union.scalars)]):
+        scalars = [frame.scalars.get(name) for name in union.scalars]
+        for i, value in enumerate([time, frame.overflowed, frame.rows, *scalars]):
             if value is not None:
                 flat.sums["scalars"][:, i] = value, 1
                 both = np.array([value, value], np.float64)
@@ -347,7 +348,8 @@ class _Whole:
         order = -first.extremes["earliest"][ORDER, self._kept]
         has_fired = counts[FIRED] > 0
         fired = np.flatnonzero(has_fired)
-        time, overflowed, *scalars = _means(first)
+        time, overflowed, _, *scalars = _means(first)
+        most = in_order(first.extremes["scalars"][1], np.float64)
         frame = StepFrame(
             sites,
             [block],
@@ -362,6 +364,7 @@ class _Whole:
             own.grad_scale,
             None if overflowed is None else overflowed > 0,
             self._skipped(first, own),
+            rows=int(most[_OF_STEP.index("rows")]),
             hidden=counts[SHOWN] == 0,
         )
         samples = first.extremes["samples"].T

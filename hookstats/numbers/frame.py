@@ -33,7 +33,7 @@ from hookstats.numbers.fields import (
     kernel_block,
     unscale,
 )
-from hookstats.numbers.kinds import kind_of
+from hookstats.numbers.kinds import has_rows, kind_of
 from hookstats.numbers.ranks import ALONE, Drift, Spread, StepRanks
 from hookstats.numbers.site_stats import SiteStats
 
@@ -239,6 +239,8 @@ class StepFrame:
     closed since the measured one before, by their number, ascending; the ids of this one are among the latter.
     ``spread``: over the ranks, over ``sites``. The others are as in Snapshot.
 
+    ``rows``: of activations and their gradients, which of so many rows was read; 1: all were.
+
     ``hidden`` ``[n]``: the sites of which nothing is said where they were silent; `visible` is without them.
     ``readings`` ``[n]``: of a parameter, with which others it was measured, and when (AT_END). Both only until ranks
     are merged.
@@ -260,6 +262,7 @@ class StepFrame:
     ranks: StepRanks = ALONE
     spread: dict[str, Spread] = field(default_factory=dict)
     drifts: tuple[Drift, ...] = ()
+    rows: int = 1
     hidden: Mask | None = None
     readings: Counts | None = None
     known_wholes: Array | None = None
@@ -331,7 +334,8 @@ class StepFrame:
         """Of the i-th site, always the same object."""
         if i not in self._stats:
             of = self.sites
-            kept = bool(of.keeps[i]), of.bins, float(self.scales[i]), of.dims[i], of.group_sizes[i]
+            rows = self.rows if has_rows(*of.names[i]) else 1
+            kept = bool(of.keeps[i]), of.bins, float(self.scales[i]), of.dims[i], of.group_sizes[i], rows
             self._stats[i] = SiteStats(self.state(i), int(self.calls[i]), self.histogram(i), *kept)
         return self._stats[i]
 

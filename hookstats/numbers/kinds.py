@@ -90,3 +90,12 @@ def is_of_kind(tensor: str, kind: str) -> bool:
 def is_of_module(tensor: str) -> bool:
     """Whether it is an activation, or its gradient: neither of a parameter nor a buffer."""
     return kind_of(tensor).of == "module"
+
+
+def has_rows(name: str, tensor: str) -> bool:
+    """Whether a site has rows of which some may stand for all, such as tokens: it is an activation, or its gradient.
+
+    The model's input is none: rules compare its batches to the bit.
+    """
+    kind = kind_of(tensor)
+    return kind.of == "module" and not kind.is_about and (bool(name) or not kind.is_input)

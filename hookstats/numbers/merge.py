@@ -40,6 +40,7 @@ def merge(frames: Sequence[StepFrame]) -> StepFrame:
         overflowed=any(overflowed) if overflowed else None,
         skipped=_skipped(frames),
         ranks=StepRanks(present, len(present)),
+        rows=max(frame.rows for frame in frames),
     )
 
 

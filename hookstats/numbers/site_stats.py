@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,23 @@ from hookstats.numbers.histogram import BlockExponents, Density, Histogram
 _Number = TypeVar("_Number", bound=np.generic)
 
 
+class StandardError(NamedTuple):
+    """How far statistics of the rows that were read lie from those of all rows: one standard deviation.
+
+    ``mean``, ``rms``: those of the total. ``share``: that of a share of the values, such as ``zeros / count``, at most.
+    ``channels``: those of the channels' means, an array; None where channels are not kept.
+
+    All are 0 where every row was read. Rows count as if they were drawn at random, and where channels are kept, values
+    of a row as if one told the others, so that those of the total are bounds. What is in few rows alone, such as one
+    that is not finite, is not in it. ``rms`` needs a histogram by exponent, else it is NaN.
+    """
+
+    mean: float
+    rms: float
+    share: float
+    channels: Array | None
+
+
 class SiteStats:
     """The statistics of one site in one step.
 
@@ -39,7 +56,8 @@ class SiteStats:
     None where channels are not kept, or were not sent in this step (``Channels.every``). ``channel_dim``: the dimension
     of the tensors that the channels are (-1: the last); None where they are not kept, or nothing has told it yet.
     ``histogram``: or None. ``group_size``: how many channels in a row belong together, such as the ``head_dim`` of
-    attention; None where nothing says that they do (``Channels.group_size``).
+    attention; None where nothing says that they do (``Channels.group_size``). ``rows``: 1, or n where every n-th row
+    was read (``attach(rows=n)``): then all is of the rows read, and `standard_error` says how far that may be off.
     """
 
     def __init__(
@@ -52,6 +70,7 @@ class SiteStats:
         scale: float = 1.0,
         channel_dim: int | None = None,
         group_size: int | None = None,
+        rows: int = 1,
     ) -> None:
         """moments: ``[fields, channels]``; histogram: as in the state, of these bins (None: by exponent).
 
@@ -61,6 +80,7 @@ class SiteStats:
         self.calls = calls
         self.channel_dim = channel_dim
         self.group_size = group_size
+        self.rows = rows
         self._measured = _owned(moments)
         self._scale = scale
         self._histogram = None if histogram is None else _owned(histogram)
@@ -71,6 +91,33 @@ class SiteStats:
     def total(self) -> Stats[float]:
         """Over all channels."""
         return Stats(self._whole[:, 0])
+
+    @cached_property
+    def standard_error(self) -> StandardError:
+        """How far the rows read may be off from all rows."""
+        channels, total = Stats[Array](self._moments), self.total
+        left_out = 1 - 1 / self.rows
+        with np.errstate(invalid="ignore", divide="ignore"):
+            means = np.sqrt(np.nan_to_num(channels.var) * left_out / channels.count)
+            square_var = self._fourth_moment() - total.rms**4
+            of_square = np.sqrt(np.maximum(square_var, 0) * left_out / channels.count.max())
+            return StandardError(
+                float(np.nansum(means * channels.count) / total.count) if total.count else float("nan"),
+                float(of_square / (2 * total.rms)) if total.rms else 0.0,
+                float(np.sqrt(0.25 * left_out / channels.count.max())) if total.count else float("nan"),
+                means if self._per_channel else None,
+            )
+
+    def _fourth_moment(self) -> float:
+        """The mean of x**4, from a histogram by exponent, as if values were spread evenly in each bin."""
+        histogram = self.histogram
+        if histogram is None or histogram.counts.ndim > 1 or isinstance(self._bins, LinearBins):
+            return float("nan")
+        low, high, counts = histogram.edges[:-1], histogram.edges[1:], histogram.counts
+        some = np.flatnonzero(counts)
+        low, high = np.maximum(low[some], self.total.min), np.minimum(high[some], self.total.max)
+        powers = sum(low**i * high ** (4 - i) for i in range(5)) / 5
+        return float((powers * counts[some]).sum() / counts.sum())
 
     @cached_property
     def _whole(self) -> Array:
@@ -234,6 +281,7 @@ class SiteStats:
             "calls": self.calls,
             "channel_dim": self.channel_dim,
             "group_size": self.group_size,
+            "rows": self.rows,
             "keeps_channels": self._per_channel,
             "scale": self._scale,
             "state": dict(zip(FIELDS, self._measured.tolist(), strict=True)),
@@ -257,7 +305,7 @@ class SiteStats:
             shape = histogram_shape(bins, measured.shape[1])
             if counts.shape != shape:
                 raise ValueError(f"from_dict: {where}: expected counts of shape {shape}, got {counts.shape}")
-        kept = d["keeps_channels"], bins, d["scale"], d["channel_dim"], d["group_size"]
+        kept = d["keeps_channels"], bins, d["scale"], d["channel_dim"], d["group_size"], d["rows"]
         return cls(measured, d["calls"], counts, *kept)
 
     def __repr__(self) -> str:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pandas
 
 
-_VERSION = 3  # of what `Snapshot.to_dict` gives
+_VERSION = 4  # of what `Snapshot.to_dict` gives
 
 
 class ChannelValue(NamedTuple):
@@ -51,6 +51,9 @@ class Snapshot(Mapping[Site, SiteStats]):
 
     ``ranks``: the ranks whose numbers it holds, ascending, of ``world_size`` ranks of the process group; ``merged``:
     whether they are several. With a process_group, a step in which a rank was missing is each rank's own.
+    ``rows``: 1 where all rows of activations and of their gradients were read; n where every n-th was
+    (``attach(rows=n)``): then their counts, extremes and histograms are of the rows read, means, rms and shares are
+    estimates (`Stats.standard_error`), and what is in no other row was not seen.
     ``drifts``: of a merged step, the parameters and gradients of which ranks hold other values than those that are
     to hold the same, at most 16, each a `Drift`.
     """
@@ -99,6 +102,10 @@ class Snapshot(Mapping[Site, SiteStats]):
         return self.frame.drifts
 
     @property
+    def rows(self) -> int:
+        return self.frame.rows
+
+    @property
     def merged(self) -> bool:
         return len(self.ranks) > 1
 
@@ -136,7 +143,8 @@ class Snapshot(Mapping[Site, SiteStats]):
         """The first site in ``order`` that holds NaN, Inf or -Inf; None if every value is finite.
 
         Gradients of parameters count as well. In the step in which a run diverges, this is where it began; one step
-        later every site holds NaN.
+        later every site holds NaN. Where some rows alone were read (``rows`` > 1), it may have begun earlier, in a row
+        that was not.
         """
         bad = self.totals.nans + self.totals.posinfs + self.totals.neginfs > 0
         return self.order[int(bad.argmax())] if bad.any() else None
@@ -200,6 +208,7 @@ class Snapshot(Mapping[Site, SiteStats]):
             "ranks": self.frame.ranks.to_text(),
             "order": [list(site) for site in self.order],
             "drifts": drifts_to_json(self.drifts),
+            "rows": self.rows,
             "skipped": [{**site._asdict(), **skipped._asdict()} for site, skipped in self.skipped.items()],
             "sites": [{**site._asdict(), **stats._to_dict()} for site, stats in self.items()],
         }
@@ -224,6 +233,7 @@ class Snapshot(Mapping[Site, SiteStats]):
             skipped={Site(of["name"], of["tensor"]): Skipped(of["reason"], of["times"]) for of in d["skipped"]},
             ranks=StepRanks.from_text(d["ranks"]),
             drifts=drifts_from_json(d.get("drifts", [])),
+            rows=d["rows"],
         )
         return cls(frame)
 
@@ -243,7 +253,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         samples = [(step, ids.tolist()) for step, ids in self.sample_ids.items()]
         step = (self.step, scalars, samples, scale, self.overflowed)
         sites = [(site, stats._content()) for site, stats in self.items()]
-        ranks = (self.ranks, self.world_size, self.drifts)
+        ranks = (self.ranks, self.world_size, self.drifts, self.rows)
         return step, ranks, self.order, list(self.skipped.items()), sites
 
     def rank_spread(self, site: tuple[str, str]) -> dict[str, Spread]:
@@ -309,9 +319,13 @@ class Snapshot(Mapping[Site, SiteStats]):
         return rows
 
     def _left_out(self) -> list[str]:
-        """Sites that did not fire, and those that are not measured, in words."""
+        """Rows that were not read, sites that did not fire, and those that are not measured, in words."""
         silent = [site for site, calls in zip(self, self.frame.calls.tolist(), strict=True) if calls == 0]
         said = [f"did not fire: {', '.join(map(str, silent))}"] if silent else []
+        if self.rows > 1:
+            said.insert(
+                0, f"of activations and their gradients, one of {self.rows} rows was read: extremes are of these"
+            )
         return said + [f"not measured: {site}: {skipped}" for site, skipped in self.skipped.items()]
 
     def _repr_html_(self) -> str:

@@ -122,6 +122,7 @@ def step_row(frame: StepFrame, key: Key, sites: int) -> dict[str, Any]:
         "grad_scale": frame.grad_scale,
         "overflowed": frame.overflowed,
         "ranks": frame.ranks.to_text(),
+        "rows": frame.rows,
         "drifts": json.dumps(drifts_to_json(frame.drifts)) if frame.drifts else None,
         "histogram": None if bins is None else json.dumps(bins_to_json(bins)),
         "sites": sites,

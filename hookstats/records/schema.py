@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from hookstats.numbers.fields import FIELDS, STATISTICS, Site
 from hookstats.records.arrays import from_list, to_arrow
 
-VERSION = 6
+VERSION = 7
 ROW_GROUP = 10_000  # rows of totals
 FLUSH = 8 << 20  # bytes that are held before they are written as row groups
 
@@ -42,12 +42,14 @@ _COLUMNS: dict[str, dict[str, pa.DataType]] = {
     # each its name, tensor, reason, and how often, null where it was given up.
     # since: the smallest step of which it has scalars or ids of samples, or its own.
     # histogram: the bins, as JSON; null where there are none. ranks: whose numbers these are, "0-7 of 8".
+    # rows: of activations and their gradients, every so-many-th row was read; 1: all.
     # drifts: replicas that are none, as JSON (numbers/ranks.py); null where there are none.
     "steps": {
         **_KEYS,
         "grad_scale": pa.float64(),
         "overflowed": pa.bool_(),
         "ranks": pa.string(),
+        "rows": pa.int32(),
         "drifts": pa.string(),
         "histogram": pa.string(),
         "sites": pa.int32(),

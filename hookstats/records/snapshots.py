@@ -87,6 +87,7 @@ class Snapshots:
             "overflowed": of_step["overflowed"],
             "skipped": {site: why for site, why in skipped.items() if self._shown is None or site in self._shown},
             "ranks": self._timeline.ranks[row],
+            "rows": of_step["rows"],
             "drifts": drifts_from_json(json.loads(of_step["drifts"] or "[]")),
         }
 

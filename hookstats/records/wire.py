@@ -47,6 +47,7 @@ def of_step(frame: StepFrame, sites: int) -> list[NDArray[Any]]:
         "overflowed": frame.overflowed,
         "ranks": frame.ranks.to_text(),
         "drifts": drifts_to_json(frame.drifts),
+        "rows": frame.rows,
         "fired": len(frame.order),
         "skipped": [[*site, *skipped] for site, skipped in frame.skipped.items()],
     }
@@ -141,6 +142,7 @@ def step_from(payload: NDArray[np.uint8], known: Mapping[int, Sites]) -> StepFra
         {Site(name, tensor): Skipped(reason, times) for name, tensor, reason, times in told["skipped"]},
         StepRanks.from_text(told["ranks"]),
         drifts=drifts_from_json(told["drifts"]),
+        rows=int(told["rows"]),
     )
 
 

@@ -103,6 +103,7 @@ class _Loaded:
         attempts = self._run.attempts
         return {
             **attempts[-1]["settings"],
+            "rows": max(self._timeline.columns["rows"], default=1),  # of one of so many, where that was read at least
             "attempts": len(attempts),
             "ended": attempts[-1]["ended"] or "it has not ended, or was cut off",
             "dropped": sum(each["dropped"] for each in attempts),

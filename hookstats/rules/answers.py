@@ -13,7 +13,7 @@ from hookstats.rules.memory import Memory
 from hookstats.rules.step import Step
 
 
-@rule(depth=2)
+@rule(depth=2, sums=True)
 def probabilities_as_logits(step: Step, consecutive_steps: int = 10) -> Ill | None:
     """Probabilities are given to a cross-entropy that expects logits: softmax or sigmoid before it (warning).
 
@@ -66,7 +66,7 @@ def _is_cross_entropy_of(step: Step, site: int, classes: int, loss: float) -> bo
     return bool(is_softmax and 0.75 < size / expected < 1.25)
 
 
-@rule(depth=3)
+@rule(depth=3, sums=True)
 def initial_loss(step: Step, memory: Memory, factor: float = 3.0) -> Ill | None:
     """The first loss is far above that of guessing: wrong answers that are sure, or losses that are added up (a note).
 

@@ -104,7 +104,7 @@ def _is_cut(step: Step, missing: list[int], ran: dict[str, int], reached: Mask) 
     return False
 
 
-@rule(of="param_grad", per_site=False, depth=2)
+@rule(of="param_grad", per_site=False, depth=2, sums=True)
 def growing_gradients(
     step: Step, memory: Memory, residual: float = 0.05, growth: float = 3.0, consecutive_steps: int = 5
 ) -> list[Finding] | None:

@@ -59,6 +59,8 @@ def clipped_gradients(
 
 def _cut(step: Step) -> float:
     """Return by how much clipping has cut the gradients of biases, from those of outputs; 0 where that is not known."""
+    if step.is_sampled:
+        return 0.0
     gradients, outputs, is_weight = step.once(sums_of_outputs)
     known = (is_weight == 0) & (step.calls[outputs] == 1) & (step.totals.count[gradients] > 0)
     now, fresh = step.sums[gradients[known]], step.sums[outputs[known]]

@@ -103,7 +103,8 @@ class Rule:
     `Step.finding`), or several of these. ``of``: kinds of tensors; a step without any of them is not looked at.
     ``per_site``: whether the same problem at another site is another one. ``depth``: how near to the beginning of a
     causal chain it looks: 0 what comes in, 1 and 2 the optimizer and the parameters, 3 forward, 4 backward, 5 and more
-    what comes out. ``is_cause``: whether anything follows from what it finds. ``law``: of `Options.laws`.
+    what comes out. ``is_cause``: whether anything follows from what it finds. ``law``: of `Options.laws`. ``sums``: it
+    needs sums over all rows of activations or their gradients; a step of which some rows alone were read is not looked at.
     """
 
     name: str
@@ -114,6 +115,7 @@ class Rule:
     depth: int = _FORWARD
     is_cause: bool = True
     law: str = ""
+    sums: bool = False
     has_memory: bool = False
     is_function: bool = True  # made by `rule`, so that it keeps nothing but its memory
 
@@ -161,6 +163,7 @@ def rule(
     depth: int = _FORWARD,
     is_cause: bool = True,
     law: str = "",
+    sums: bool = False,
 ) -> Callable[[Callable[..., Verdict]], Rule]:
     """Make a `Rule` of a function: its defaults are the thresholds, its docstring is its page in the book of rules.
 
@@ -172,7 +175,7 @@ def rule(
         parameters = inspect.signature(function).parameters
         arguments = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
         name = function.__name__.strip("_").replace("_", "-")
-        made = Rule(name, function, arguments, kinds, per_site, depth, is_cause, law, "memory" in parameters)
+        made = Rule(name, function, arguments, kinds, per_site, depth, is_cause, law, sums, "memory" in parameters)
         REGISTERED.append(made)
         return made
 

@@ -191,8 +191,9 @@ class Judge:
         return failed + [named(finding, step) for finding in told]
 
     def _applicable(self, step: Step) -> list[_Ruling]:
-        """Return the rules whose kinds of tensors came."""
-        return [each for each in self._rulings if step.has_any(each.rule.of)]
+        """Return the rules whose kinds of tensors came, with all of their rows where these are needed."""
+        rulings = [each for each in self._rulings if not (each.rule.sums and step.is_sampled)]
+        return [each for each in rulings if step.has_any(each.rule.of)]
 
     def state(self) -> dict[str, Any]:
         """All that the rules remember, for json.dumps: a judge that is given it by `restore` goes on as this one does.

@@ -85,7 +85,7 @@ def bias_ratios(step: Step) -> tuple[Counts, Array]:
     return gradients[known], now[known] / fresh[known]
 
 
-@rule(of="grad_output", depth=4, law="bias")
+@rule(of="grad_output", depth=4, sums=True, law="bias")
 def bias_gradient(step: Step, memory: Memory, factor: float = 1.5, consecutive_steps: int = 5) -> list[Ill] | None:
     """A layer's gradients have become a multiple of what its output's gradient says (warning).
 

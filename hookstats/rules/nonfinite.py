@@ -27,6 +27,9 @@ def nonfinite(step: Step, memory: Memory, overflows: int = 16) -> list[Finding]:
     A loss that is not finite in a step that was not measured is critical where it goes on, and a warning where
     everything is finite again in the next measured step.
 
+    Where some rows alone are read (``attach(rows=8)``), it is the first tensor in which one of these holds such a
+    value; it may have begun earlier, in a row that was not read.
+
     What else looks like it: masks that hold -Inf from the start, and a GradScaler at work; both are recognised. What to
     do: where the data hold it, leave out the batch and see what made it; where a layer made it, look for a division, a
     logarithm or a root of what can be 0, and for float16; where only the loss is not finite, look at the loss and the
@@ -122,6 +125,8 @@ def _of_tensor(step: Step, memory: Memory, place: int, bad: float, overflows: in
     advice = advice or _began(step, place, memory.get("clean"))
     if step.overflowed:
         advice += f" The GradScaler has now skipped {skipped} measured steps in a row."
+    if step.is_sampled:
+        advice += " Some rows alone were read: it may have begun earlier, in a row that was not."
     since = _since(step, memory)
     sentence = f"{text} are {what}, the first in this step. {advice}{since} Go back to a checkpoint before it."
     severity = "warning" if kind_of(step.sites[first].tensor).of == "buffer" else "critical"  # all else is finite

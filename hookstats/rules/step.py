@@ -132,7 +132,9 @@ class Step:
     """A measured step as a rule sees it.
 
     ``number``, ``scalars``, ``earlier_scalars``, ``sample_ids`` and ``drifts`` as in the Snapshot, ``rank``, and
-    ``ranks``: of how many ranks it holds the numbers; ``is_of_all_ranks``: whether there are no others. ``sites``: all
+    ``ranks``: of how many ranks it holds the numbers; ``is_of_all_ranks``: whether there are no others.
+    ``is_sampled``: whether some rows alone of activations and their gradients were read, see `Snapshot.rows`: means and
+    shares are estimates then, and what is summed is not what all rows add up to. ``sites``: all
     that the run has shown so far; a site's
     place in this list is its id, which never changes, so that what a rule keeps by id stays aligned when other sites
     appear. All arrays are over ids ``[n]``; a site that was silent in this step, or is not in it, has ``calls`` 0,
@@ -149,6 +151,7 @@ class Step:
         self.drifts = frame.drifts
         self.ranks = len(frame.ranks.present)
         self.is_of_all_ranks = self.ranks == frame.ranks.world_size
+        self.is_sampled = frame.rows > 1
         self.rank = rank
         self.attempt = attempt
         self._frame = frame
@@ -197,7 +200,8 @@ class Step:
     def _shared(self) -> dict[Any, Any]:
         frame, ids = self._frame, None if self._is_aligned else self._ids.tobytes()
         has_values = (self.totals.count > 0).tobytes()
-        return self._sites.alike((len(self.sites), ids, frame.calls.tobytes(), frame.order.tobytes(), has_values))
+        key = (len(self.sites), ids, frame.calls.tobytes(), frame.order.tobytes(), has_values, self.is_sampled)
+        return self._sites.alike(key)
 
     def once(self, function: Callable[..., _Made], *arguments: Any) -> _Made:
         """Return what a function makes of the sites of this step, such as pairs of ids; made anew when sites appear."""

@@ -28,7 +28,7 @@ def _answer(step: Step) -> tuple[int, int] | None:
     return outputs[-1], gradient
 
 
-@rule(of="grad_output", depth=2)
+@rule(of="grad_output", depth=2, sums=True)
 def broadcast_target(step: Step, consecutive_steps: int = 5, residual: float = 1e-4) -> Ill | None:
     """Every answer is compared with every target, as (N, 1) against (N) is: the model learns their mean (warning).
 

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
 from datetime import timedelta
+from numbers import Real
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -28,6 +29,8 @@ DEFAULT_TENSORS = (
 OF_PARAMETERS = tuple(kind.name for kind in KINDS.values() if kind.of != "module")
 OF_LANGUAGE = tuple(kind.name for kind in KINDS.values() if kind.is_about)
 TENSORS = (*KINDS, "model_input")
+DEFAULT_EVERY = 10
+_MOST_ROWS = 1 << 16
 Sink: TypeAlias = Callable[[Snapshot], object] | Recorder
 
 
@@ -232,12 +235,23 @@ def checked_tensors(tensors: Iterable[str]) -> tuple[str, ...]:
     return tuple(kind for kind in TENSORS if kind in kinds)
 
 
-def checked_every(every: int | Callable[[int], bool]) -> Callable[[int], bool]:
-    if callable(every):
-        return every
-    if not _is_int(every) or every < 1:
+def check_every(every: object) -> None:
+    if not callable(every) and (not _is_int(every) or every < 1):  # type: ignore[operator]
         raise ValueError(f"every: expected an int from 1, or a callable step -> bool; got {every!r}")
-    return lambda step: step % every == 0
+
+
+def check_rows(rows: object) -> None:
+    if not _is_int(rows) or not 1 <= rows <= _MOST_ROWS:  # type: ignore[operator]
+        raise ValueError(f"rows: expected an int from 1 to {_MOST_ROWS}, to read every so-many-th row; got {rows!r}")
+
+
+def check_budget(budget: object, every: object, rows: object) -> None:
+    if budget is None:
+        return
+    if not isinstance(budget, Real) or isinstance(budget, bool) or not 0 < budget < 1:
+        raise ValueError(f"budget: expected a share of the time of a step, such as 0.01, or None; got {budget!r}")
+    if every != DEFAULT_EVERY or rows != 1:
+        raise ValueError(f"budget: expected neither every= nor rows=, which it chooses; got {every=} and {rows=}")
 
 
 def checked_sinks(sinks: Sink | Iterable[Sink]) -> tuple[Sink, ...]:

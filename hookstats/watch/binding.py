@@ -148,7 +148,7 @@ class SiteBinder:
             self._fitting.fit(hook, part)
             output, gradient = hook.output, hook.gradient
             note_sharding(hook.spec, hook.spec.kinds[:1], tensor, self.store.clears)
-        rows = rows_on(part.device, self.monitor)
+        rows = rows_on(part.device, self.monitor, hook.is_sampled)
         if output is not None and not _native.backward_is_running():
             accumulate(part, output, rows)
         if gradient is not None and tensor.requires_grad and not tensor.is_leaf:

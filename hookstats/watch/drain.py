@@ -96,9 +96,18 @@ class Pending(PendingScalars):
     """A closed step on its way to the host, with the scalars of those before it that were not measured."""
 
     def __init__(
-        self, layout: Layout, keys: list[Key], entries: list[Entry], held: Held, kept: Kept, ranks: StepRanks
+        self,
+        layout: Layout,
+        keys: list[Key],
+        entries: list[Entry],
+        held: Held,
+        kept: Kept,
+        ranks: StepRanks,
+        every: int,
     ) -> None:
-        """layout: of the copies that are sent under these keys. kept: of the steps before, and at last of this one."""
+        """layout: of the copies that are sent under these keys. kept: of the steps before, and at last of this one.
+        every: so-many-th row was read of activations and their gradients.
+        """
         super().__init__(kept)
         self.held = held
         self.layout = layout
@@ -106,6 +115,7 @@ class Pending(PendingScalars):
         self._hidden = [entry.hidden_if_silent for entry in entries]
         self._readings = [entry.reading for entry in entries]
         self._ranks = ranks
+        self._every = every
         self._time = time.time()
 
     def finish(self) -> StepFrame:
@@ -128,6 +138,7 @@ class Pending(PendingScalars):
             sample_ids={number: each for number, each in ids.items() if number <= last.step},
             overflowed=overflowed,
             ranks=self._ranks,
+            rows=self._every,
         )
 
 
@@ -159,7 +170,8 @@ class Drain:
             return self._begin(kept, clear, totals_only)
 
     def _begin(self, kept: Kept, clear: bool, totals_only: bool) -> Pending:
-        pending = Pending(*self._placed(totals_only), kept, self._ranks)
+        every, _ = self._store.flags.enabled.sampling
+        pending = Pending(*self._placed(totals_only), kept, self._ranks, every)
         for device in {**self._store.blocks, **kept.slots}:
             side = self._side(device)
             if totals_only:

@@ -50,7 +50,7 @@ def observe_in_graph(output: object, hook: Any) -> None:
     for path, tensor in walk(output):
         if path and not tensor.is_floating_point():
             continue
-        rows = rows_on(tensor.device, hook.monitor)
+        rows = rows_on(tensor.device, hook.monitor, hook.is_sampled)
         if rows is not None and hook.is_table and tensor.shape[: rows[0].dim()] != rows[0].shape:
             rows = None
         observe(tensor, hook.slot, path, rows)

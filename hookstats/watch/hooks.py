@@ -110,6 +110,7 @@ class Hook(ModuleHook, _native.Hook):
         "spec",
     )
     is_late = False  # whether nobody knows of its site until a tensor of it is met
+    is_sampled = True  # whether some of its tensors' rows are read alone, where the monitor does that
 
     def __init__(self, binder: Any, spec: SiteSpec) -> None:
         """binder: the SiteBinder that makes this hook."""
@@ -168,6 +169,7 @@ class FedHook(Hook):
 
     __slots__ = ()
     is_late = True
+    is_sampled = False
 
     def feed(self, numbers: torch.Tensor, rows: Rows | None) -> None:
         """Folds a plain tensor into the site. Can be traced. rows: those that count; None: all."""
@@ -234,6 +236,7 @@ class ModelInputHook(InputHook):
 
     __slots__ = ()
     is_late = True
+    is_sampled = False
 
     def _observe_inputs(self, module: Any, args: Any, kwargs: Any) -> Any:
         if _is_one(args, kwargs) and not args[0].is_floating_point():

@@ -11,19 +11,23 @@ import torch
 from hookstats import _native
 from hookstats._warn import WarnOnce
 from hookstats.modules.order import has_compiled
+from hookstats.watch.flags import is_capturing
 from hookstats.watch.memory import Rows, Store, local_part
 
+_SAMPLED = "sampled "  # before the name of a monitor: of the rows that count, those that are read
 
-def rows_on(device: torch.device, monitor: str) -> Rows | None:
+
+def rows_on(device: torch.device, monitor: str, is_sampled: bool = False) -> Rows | None:
     """What counts of a tensor there; None: all. Can be traced.
 
-    monitor: Flags.monitor.
+    monitor: Flags.monitor. is_sampled: of a tensor of which some rows alone are read, where the monitor does that.
 
     From a global, because of whatever hangs on a module graphs take the address to stay the same, and
     mode="reduce-overhead" would record them anew for each new set of rows.
     """
-    found = None
-    for rows in _native.now.rows.get(monitor, ()):
+    found, given = None, _native.now.rows
+    name = _SAMPLED + monitor if is_sampled and _SAMPLED + monitor in given else monitor
+    for rows in given.get(name, ()):
         if rows[0].device == device:
             found = rows
     return found
@@ -59,7 +63,7 @@ class Ignoring:
         finally:
             with self._store.lock:
                 self._entered.remove(entered)
-                _native.now.set_rows(entered.thread, self._store.flags.monitor, [])
+                self._set_rows(entered, [], [])
                 self.refresh()
             concerned, others = entered.counted.met
             if others and not concerned and not has_compiled():  # what a graph measures is not seen here
@@ -70,13 +74,25 @@ class Ignoring:
                 )
 
     def refresh(self) -> None:
-        """To be called when other rows, another device, or another step (measured or not) comes."""
+        """To be called when other rows, another device, or another step (measured or not, or sampled) comes."""
         with self._store.lock:
             for entered in {entered.thread: entered for entered in self._entered}.values():
                 rows = self._counted(entered)
-                entered.counted.set_rows(rows)
-                _native.now.set_rows(entered.thread, self._store.flags.monitor, rows)
+                sampled = [self._sampled(each) for each in rows]
+                entered.counted.set_rows(rows, sampled)
+                self._set_rows(entered, rows, sampled)
             self._store.flags.enabled.count([entered.counted for entered in self._entered])
+
+    def _set_rows(self, entered: _Entered, rows: list[Rows], sampled: list[Rows]) -> None:
+        """For graphs."""
+        _native.now.set_rows(entered.thread, self._store.flags.monitor, rows)
+        if self._store.may_sample:
+            _native.now.set_rows(entered.thread, _SAMPLED + self._store.flags.monitor, sampled)
+
+    def _sampled(self, rows: Rows) -> Rows:
+        """Of the rows that count, those that are read in this step. What a CUDA graph captures is of all steps."""
+        every, phase = self._store.flags.enabled.sampling
+        return rows if every == 1 or is_capturing() else _some_of(rows, every, phase)
 
     def _counted(self, entered: _Entered) -> list[Rows]:
         try:
@@ -103,6 +119,17 @@ def checked(rows: torch.Tensor) -> torch.Tensor:
             f"{type(part).__name__} of shape {tuple(part.shape)}, layout {part.layout} on {part.device}"
         )
     return part
+
+
+def _some_of(rows: Rows, every: int, phase: int) -> Rows:
+    """Every so-many-th of the rows that count; all where they are fewer. Waits for nothing."""
+    row_index, kept = rows
+    with torch.inference_mode(False), torch.no_grad():
+        listed = row_index.reshape(-1)
+        places = torch.arange(phase, phase + every * len(listed), every, device=listed.device)
+        some = listed[places.clamp(max=len(listed) - 1)]
+        some = torch.where(kept < every, listed, some).reshape(row_index.shape)
+        return some, torch.where(kept < every, kept, (kept - phase + every - 1) // every)
 
 
 def _rows(ignored: torch.Tensor, device: torch.device, wanted: bool) -> Rows:

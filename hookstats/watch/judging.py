@@ -96,8 +96,9 @@ class Judging:
         self._sum_up_at = _NOTES_EVERY
         self._is_closed = False
 
-    def look(self, step: int) -> None:
-        """Takes what has been found; step: the one that begins."""
+    def look(self, step: int) -> bool:
+        """Takes what has been found; step: the one that begins. Returns whether anything is worse than a note."""
+        is_serious = False
         if step >= self._sum_up_at:
             self._sum_up_at = step + _NOTES_EVERY
             self._sum_up()
@@ -106,7 +107,9 @@ class Judging:
             if found:
                 self._new += [(finding, recorder.on_finding) for finding in found]
                 if any(finding.severity != "note" for finding in found):
+                    is_serious = True
                     self._until = max(self._until, step + recorder.escalate - 1)
+        return is_serious
 
     def is_escalated(self, step: int) -> bool:
         """Whether a step is measured for what was found, with all channels."""

@@ -100,6 +100,11 @@ def _bias(frame: StepFrame) -> _Applied:
     places = [frame.sites.place.get(Site(name, "grad_output")) for name in biases]
     once = sum(place is not None and frame.calls[place] == 1 for place in places)
     where = f"{once} layer{'s' if once > 1 else ''} with a bias" if once else None
+    if where and frame.rows > 1:
+        return None, (
+            f"one of {frame.rows} rows was read: a sum over all rows is known in the first ten measured steps, and in "
+            "ten after a finding"
+        )
     return where, "no layer has a bias, and ran once in the step"
 
 

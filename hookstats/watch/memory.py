@@ -19,6 +19,7 @@ import torch
 from hookstats import _native
 from hookstats.modules.sharding import LocalShard, Sharding
 from hookstats.numbers.fields import FIELDS, Bins, LinearBins, Site, histogram_shape, kernel_block
+from hookstats.numbers.kinds import has_rows
 from hookstats.watch.flags import Flags
 
 TOTALS = -1  # the "block" of a device that `Store.take_totals` returns
@@ -41,6 +42,7 @@ class SiteState(NamedTuple):
     low: float  # of linear bins; equal: there are none
     high: float
     block: int  # of values whose exponents are compared, as csrc/kernels.h has it; 0: none
+    is_sampled: bool  # some of a tensor's rows alone are read, where `Enabled.sampling` says so
 
 
 # What counts of the tensors that a mask is about: the numbers of its rows that do, at the beginning of a tensor of the
@@ -51,6 +53,7 @@ Rows: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 def accumulate(x: torch.Tensor, state: SiteState, rows: Rows | None = None) -> None:
     """Folds a tensor into a SiteState, by the operator."""
     row_index, kept = rows or (None, None)
+    every, phase = state.enabled.sampling if state.is_sampled else (1, 0)
     _native.accumulate(
         x,
         state.moments,
@@ -63,6 +66,8 @@ def accumulate(x: torch.Tensor, state: SiteState, rows: Rows | None = None) -> N
         row_index,
         kept,
         state.block,
+        every,
+        phase,
     )
 
 
@@ -167,8 +172,10 @@ class Store:
     budget: `make_room` says no, `place` raises.
     """
 
-    def __init__(self, histogram: Bins | None, memory_budget: int, strict: bool) -> None:
+    def __init__(self, histogram: Bins | None, memory_budget: int, strict: bool, may_sample: bool = False) -> None:
+        """may_sample: whether there may be steps of which some rows alone are read."""
         self.histogram = histogram
+        self.may_sample = may_sample
         self.memory_budget = memory_budget
         self.strict = strict
         self.flags = Flags()
@@ -305,6 +312,7 @@ class Store:
                 low=float(linear.lo) if linear else 0.0,
                 high=float(linear.hi) if linear else 0.0,
                 block=kernel_block(self.histogram),
+                is_sampled=self.may_sample and has_rows(*entry.site),
             )
         states.append(entry.state)
 

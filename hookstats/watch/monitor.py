@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +19,7 @@ from hookstats.numbers.fields import Site, Skipped
 from hookstats.numbers.kinds import kind_of
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.binding import SiteBinder
+from hookstats.watch.budget import Budget
 from hookstats.watch.clipping import clip_grad_norm_
 from hookstats.watch.delivery import Delivery
 from hookstats.watch.flags import is_capturing
@@ -25,6 +27,7 @@ from hookstats.watch.judging import Judging
 from hookstats.watch.laws import Laws, laws
 from hookstats.watch.overhead import Overhead, Stopwatch
 from hookstats.watch.parameters import Parameters
+from hookstats.watch.sampling import Sampling
 from hookstats.watch.scalars import Scalars
 from hookstats.watch.scaling import Scaling
 from hookstats.watch.taps import Taps
@@ -44,7 +47,10 @@ class Monitor:
         handles: list[Any],
         device: torch.device,
         *,
-        due: Callable[[int], bool],
+        every: int | Callable[[int], bool],
+        rows: int,
+        budget: float | None,
+        agree: Callable[[list[float]], list[float]],
         channels_every: int,
         tap_channels: bool,
         attention: Any,
@@ -54,8 +60,9 @@ class Monitor:
     ) -> None:
         """Made by `attach`.
 
-        handles: of the hooks on the model. device: where most of the model is. due: which steps are measured, and
-        channels_every: of which of these channels are sent, too. tap_channels: whether tapped tensors keep channels.
+        handles: of the hooks on the model. device: where most of the model is. every, rows, budget: as in attach;
+        agree: as in `Budget`; channels_every: of which measured steps channels are sent, too. tap_channels: whether
+        tapped tensors keep channels.
         attention, routing: `hookstats.language.attention.Attentions` and `.routers.Routers`. is_judged: whether there
         is a recording, if only on another rank. declared: `Options.laws`.
         """
@@ -65,7 +72,8 @@ class Monitor:
         self._store = binder.store
         self._handles = handles
         self._scaling = scaling
-        self._due = due
+        self._every = every
+        self._sampling = Sampling(binder.store.flags.enabled, rows)
         self._channels_every = channels_every
         self._attention = attention
         self._routing = routing
@@ -73,6 +81,7 @@ class Monitor:
         self._declared = declared
         self._judging = Judging(delivery.recorders, delivery.sinks, binder.warn_once, binder.store.strict)
         self._stopwatch = Stopwatch(binder.store.flags, device)
+        self._budget = None if budget is None else Budget(budget, self._stopwatch, self._sampling, agree)
         self._closed = 0  # measured steps
         self._taps = Taps(binder, tap_channels)
         self._step = 0
@@ -103,7 +112,11 @@ class Monitor:
 
         The first call runs an empty module about 2000 times, to see what a hook costs.
         """
-        return self._stopwatch.overhead(self._binder.idle_hook(), self._binder.hooks())
+        every, rows = self._every if isinstance(self._every, int) else math.nan, float(self._sampling.rows)
+        if self._budget is not None:
+            choice = self._budget.choice
+            every, rows = (math.nan, math.nan) if choice is None else (choice.every, float(choice.rows))
+        return self._stopwatch.overhead(self._binder.idle_hook(), self._binder.hooks())._replace(every=every, rows=rows)
 
     def step(self, step: int | None = None, *, sample_ids: Any = None, **scalars: Any) -> Snapshot | None:
         """Closes a training step. Call it after ``optimizer.step()``. Waits for nothing.
@@ -139,6 +152,8 @@ class Monitor:
         checked = self._scalars(scalars, sample_ids)
         with self._stopwatch.closing(self._measured):
             self._end_step(number, checked)
+        if self._budget is not None:
+            self._budget.end_step(self._stopwatch.last)
         snapshot = self._delivery.fetch()
         self._delivery.raise_failure()
         self._judging.act()
@@ -152,17 +167,30 @@ class Monitor:
             is_full = self._closed % self._channels_every == 0 or self._judging.is_escalated(self._step)
             self._delivery.send(number, checked, totals_only=not is_full)
             self._closed += 1
+            self._sampling.close_step()
         elif (checked.names or checked.sample_ids is not None) and self._handles:
             self._delivery.keep(number, checked)
         self._step = number + 1
         self._stepped = True
         self._binder.training.begin_step()
         self._parameters.begin_step()
-        self._begin_step(self._judging.is_escalated(self._step) or self._is_due())
+        is_due = self._is_due()
+        self._begin_step(is_due or self._judging.is_escalated(self._step))
         self._delivery.receive(wait=False)
-        self._judging.look(self._step)
+        self._look()
+        self._sample()
         if self._judging.is_escalated(self._step) and not self._measured:
             self._begin_step(True)
+
+    def _look(self) -> None:
+        """Takes what has been found."""
+        if self._judging.look(self._step):
+            self._sampling.read_whole()
+
+    def _sample(self) -> None:
+        """Decides which rows the step that begins reads."""
+        if self._sampling.begin_step():
+            self._binder.ignoring.refresh()
 
     def _begin_step(self, measured: bool) -> None:
         if measured and not self._measured:
@@ -170,7 +198,7 @@ class Monitor:
         self._measured = measured
         if self._scaling is not None and measured:
             self._scaling.begin_step()
-        self._stopwatch.begin(measured)
+        self._stopwatch.begin(measured, always=self._budget is not None and self._budget.times)
         if measured:
             self._attention.begin_step()
         self._set_flags()
@@ -182,12 +210,16 @@ class Monitor:
         return Scalars(given, of_scaler, sample_ids)
 
     def _is_due(self) -> bool:
+        if self._budget is not None:
+            return self._budget.begin_step()
+        if not callable(self._every):
+            return self._step % self._every == 0
         try:
-            return bool(self._due(self._step))
+            return bool(self._every(self._step))
         except Exception as error:
             if self._store.strict:
                 raise
-            self._binder.warn_once("every", f"every={self._due!r} failed, the step is not measured: {error!r}")
+            self._binder.warn_once("every", f"every={self._every!r} failed, the step is not measured: {error!r}")
             return False
 
     def snapshot(self) -> Snapshot:
@@ -220,7 +252,7 @@ class Monitor:
         self._delivery.receive(wait=True)
         self._delivery.wait_for_ranks(timeout)
         self._judging.wait(end - time.monotonic())
-        self._judging.look(self._step)
+        self._look()
         self._delivery.raise_failure()
         self._judging.act()
         return self.findings

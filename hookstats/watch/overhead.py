@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -34,12 +35,17 @@ class Overhead(NamedTuple):
     ``measured_step``, ``skipped_step``: the whole step, from one `Monitor.step` to the next, on the GPU's clock if
     there is one. Their difference is what kernels take of a GPU, and what a compiled graph does for hookstats, with the
     noise of the machine: no kernel is timed by itself, because events around it would delay what they measure.
+
+    ``every``, ``rows``: each so-many-th step is measured now, and one of so many rows read, as `attach` was told, or as
+    ``budget=`` has chosen. ``every`` is NaN where a callable decides, and both are until there is a choice.
     """
 
     measured_host: float
     skipped_host: float
     measured_step: float
     skipped_step: float
+    every: float
+    rows: float
 
 
 class _Mark:
@@ -63,6 +69,25 @@ class _Mark:
         return 1e3 * before.event.elapsed_time(self.event) if self.event.query() else None
 
 
+class TimedStep(NamedTuple):
+    """A whole step, from one `Monitor.step` to the next, and what hooks took of it, where that was timed."""
+
+    before: _Mark
+    after: _Mark
+    times: _native.Times | None
+
+    def us(self) -> float:
+        """Waits for the device. Infinite where two streams do not tell."""
+        if self.after.event is not None:
+            self.after.event.synchronize()
+        took = self.after.us_since(self.before)
+        return math.inf if took is None else took
+
+    @property
+    def host_us(self) -> float:
+        return 0.0 if self.times is None else self.times.host_us
+
+
 class Stopwatch:
     """Times the steps of a monitor."""
 
@@ -75,25 +100,27 @@ class Stopwatch:
         self._closing: deque[float] = deque(maxlen=_LAST_STEPS)  # Monitor.step alone, of steps that were skipped
         self._skipped: deque[tuple[_Mark, _Mark]] = deque(maxlen=_LAST_STEPS)
         self._begun: _Mark | None = None
+        self.last: TimedStep | None = None  # that has ended
         self._us_of_a_hook: float | None = None
 
     @contextmanager
     def closing(self, measured: bool) -> Iterator[None]:
         """Around `Monitor.step`, which ends a step of this kind and sets the stopwatch for the next one."""
         begun, at = self._begun, time.perf_counter()
-        is_timed = self._flags.enabled.times is not None
+        times = self._flags.enabled.times
         with self._flags.span():
             yield
         self._begun = self._mark()
-        if begun is not None and is_timed:
+        self.last = None if begun is None else TimedStep(begun, self._begun, times)
+        if begun is not None and times is not None:
             self._ended.append((begun, self._begun))
         elif begun is not None and not measured:
             self._skipped.append((begun, self._begun))
             self._closing.append(1e6 * (time.perf_counter() - at))
 
-    def begin(self, measured: bool) -> None:
-        """The step that begins now is measured, or is not."""
-        timed = measured and self._begun is not None and self._is_its_turn()
+    def begin(self, measured: bool, always: bool = False) -> None:
+        """The step that begins now is measured, or is not. always: time it in any case."""
+        timed = measured and self._begun is not None and (self._is_its_turn() or always)
         self._flags.enabled.times = _native.Times() if timed else None
         if self._flags.enabled.times is not None:
             self._timed.append(self._flags.enabled.times)
@@ -120,6 +147,8 @@ class Stopwatch:
             skipped_host=_mean(self._closing) + calls * paused,
             measured_step=_mean(after.us_since(before) for before, after in self._ended),
             skipped_step=_mean(after.us_since(before) for before, after in self._skipped),
+            every=math.nan,
+            rows=math.nan,
         )
 
 

@@ -44,7 +44,9 @@ function showHead() {
   if (record.times) facts.push(["Recorded", at(record.times[0]), record.times[1] > record.times[0] ? `for ${lasted(record.times[1] - record.times[0])}` : ""]);
   if (record.values) facts.push(["Measured", said(record.values) + " values", `${count(record.readings)} readings`]);
   if (settings.state_bytes > 0) facts.push(["Cost", `${say(settings.state_bytes / 2 ** 20, 2)} MB of state`, settings.dropped > 0 ? `${many(settings.dropped, "step")} dropped` : "no step dropped"]);
+  if (settings.rows > 1) facts.push(["Read", `one of ${count(settings.rows)} rows`, "of activations and their gradients; extremes are of the rows read"]);
   const took = settings.overhead, share = took && 100 * took.measured_host / took.measured_step;
+  if (settings.budget && took?.every) facts.push(["Budget", `${say(100 * settings.budget, 2)} %`, `every=${took.every}, rows=${took.rows}`]);
   // Above 100 it says no more than that the machine was busier in the few steps that were timed.
   if (share >= 0 && share <= 100) facts.push(["Taken", `${say(share, 2)} % of a measured step`, `on the host${took.skipped_step > 0 ? `, ${say(100 * took.skipped_host / took.skipped_step, 2)} % of any other` : ""}`]);
   if (record.other) facts.push(["Compared with", shortened(record.other.name, 40), `${many(record.other.steps, "step")} in common`]);

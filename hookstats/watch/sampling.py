@@ -1,0 +1,48 @@
+"""Which rows of activations and of their gradients a measured step reads."""
+
+from __future__ import annotations
+
+from hookstats import _native
+
+# Measured steps that are read in full, at the beginning and after a finding. The rules that need the sums over all rows
+# (laws of gradients, losses against gradients) want up to ten in a row: `probabilities_as_logits`.
+WHOLE_STEPS = 10
+
+
+class Sampling:
+    """Every so-many-th row is read, in each measured step from another one on."""
+
+    def __init__(self, enabled: _native.Enabled, rows: int) -> None:
+        self.rows = rows
+        self._enabled = enabled
+        self._closed = 0  # measured steps
+        self._whole = WHOLE_STEPS  # still to come
+        self._held: int | None = None
+        self._now = 1, 0
+        self.begin_step()
+
+    def begin_step(self) -> bool:
+        """Says what is read from now on. Returns whether that is something else than before."""
+        every = self._held or (1 if self._whole else self.rows)
+        before, self._now = self._now, (every, self._closed % every)
+        if before != self._now:
+            self._enabled.sampling = self._now
+        return before != self._now
+
+    def close_step(self) -> None:
+        """A measured step has ended."""
+        self._closed += 1
+        if self._whole and self._now[0] == 1:
+            self._whole -= 1
+
+    def read_whole(self) -> None:
+        """Something was found: the next measured steps are read in full, from `begin_step` on."""
+        self._whole = WHOLE_STEPS
+
+    def hold(self, rows: int) -> None:
+        """Whatever is found, one of so many rows is read, from `begin_step` on."""
+        self._held = rows
+
+    def let_go(self, rows: int) -> None:
+        """No longer; one of so many is, when all have been for some steps."""
+        self.rows, self._held, self._whole = rows, None, WHOLE_STEPS
