@@ -104,7 +104,7 @@ class Rule:
     ``per_site``: whether the same problem at another site is another one. ``depth``: how near to the beginning of a
     causal chain it looks: 0 what comes in, 1 and 2 the optimizer and the parameters, 3 forward, 4 backward, 5 and more
     what comes out. ``is_cause``: whether anything follows from what it finds. ``law``: of `Options.laws`. ``sums``: it
-    needs sums over all rows of activations or their gradients; a step of which some rows alone were read is not looked at.
+    needs sums over all rows of activations or their gradients; a step of which only some rows were read is left out.
     """
 
     name: str
