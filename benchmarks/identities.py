@@ -1,7 +1,8 @@
-"""What identities cover, and what they find: ``python -m benchmarks.identities coverage|healthy|faults``.
+"""What identities cover, find and cost: ``python -m benchmarks.identities coverage|healthy|faults|cost``.
 
 coverage: small models of many types, each judged at other parameters for another loss. healthy: the largest z of a
-Llama that trains. faults: gradients that are wrong in many ways, in three precisions.
+Llama that trains. faults: gradients that are wrong in many ways, in three precisions, as the rule
+finds them in the first four steps. cost: of a measured step.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import hookstats
-from hookstats.identities import terms
+from hookstats.rules import Finding, identity, judge
+from hookstats.rules.identities import compare
+from hookstats.rules.step import SiteIds, Step
 from tests.identities.models import Llama, ids, loss_of
 from tests.language import zoo as languages
 from tests.modules import zoo as others
@@ -91,26 +94,63 @@ def prepared(precision: str, layers: int = 2) -> tuple[Llama, Callable[[nn.Modul
     return model, train
 
 
+Trained = tuple[list[Finding], list[float]]
+
+
+def trained(
+    model: Llama, train: Callable[[nn.Module], None], steps: int, change: Callable[[], None] = lambda: None
+) -> Trained:
+    """Return what the rule finds where each step is measured, and all z. change: of gradients, after each backward."""
+    found = hookstats.find_identities(model, lambda: model(ids(4, 16)))
+    optimizer, taken = torch.optim.AdamW(model.parameters(), lr=3e-3), list[hookstats.Snapshot]()
+    options = hookstats.Options(identities=found)
+    with hookstats.attach(model, every=1, sinks=taken.append, options=options) as monitor:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            train(model)
+            change()
+            optimizer.step()
+            monitor.step()
+    return judge(taken, [identity]), [float(e.z.max()) for each in taken for e in compare(Step(each, SiteIds()))]
+
+
 def healthy() -> None:
-    print("| precision | evaluations | z: median | largest |\n|---|---|---|---|")
-    limit, terms.LARGEST_Z = terms.LARGEST_Z, 0.0  # all are told
-    try:
-        for precision in PRECISIONS:
-            model, train = prepared(precision)
-            found = hookstats.find_identities(model, lambda model=model: model(ids(4, 16)))  # type: ignore[misc]
-            optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-            largest: list[float] = []
-            for step in range(60):
-                if step % 5 == 0:
-                    checked = found.check(lambda model=model, train=train: train(model))  # type: ignore[misc]
-                    largest += [each.z for each in checked.breaks]
-                optimizer.zero_grad()
-                train(model)
-                optimizer.step()
-            values = torch.tensor(largest)
-            print(f"| {precision} | {len(values)} | {values.median():.2g} | {values.max():.2g} |", flush=True)
-    finally:
-        terms.LARGEST_Z = limit
+    print("| precision | evaluations | z: median | largest | findings |\n|---|---|---|---|---|")
+    for precision in PRECISIONS:
+        findings, z = trained(*prepared(precision), steps=60)
+        values = torch.tensor(z)
+        print(f"| {precision} | {len(z)} | {values.median():.2g} | {values.max():.2g} | {len(findings)} |", flush=True)
+
+
+def cost() -> None:
+    """Steps of one training in turns, not measured, measured, and measured with identities."""
+    torch.manual_seed(0)
+    model, batch = Llama(8), ids(16, 64)
+    found = hookstats.find_identities(model, lambda: model(batch[:2]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(monitor: hookstats.Monitor | None) -> float:
+        begun = time.perf_counter()
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+        if monitor is not None:
+            monitor.step()
+        return time.perf_counter() - begun
+
+    taken: dict[str, list[float]] = {"bare": [], "measured": [], "with identities": []}
+    for _ in range(12):
+        for name, seconds in taken.items():
+            options = hookstats.Options(identities=found if name == "with identities" else None)
+            monitor = None if name == "bare" else hookstats.attach(model, every=1, options=options)
+            seconds += [step(monitor) for _ in range(4)][1:]
+            if monitor is not None:
+                monitor.detach()
+    print(
+        f"{len(found)} identities, {sum(each.numel() for each in model.parameters()):,} parameters; ms a step, median"
+    )
+    for name, seconds in taken.items():
+        print(f"{name}: median {1e3 * sorted(seconds)[len(seconds) // 2]:.1f}, fastest {1e3 * min(seconds):.1f}")
 
 
 Change = Callable[[dict[str, torch.Tensor]], None]
@@ -232,19 +272,17 @@ def faults() -> None:
         cells = []
         for precision in PRECISIONS:
             model, train = prepared(precision)
-            found = hookstats.find_identities(model, lambda model=model: model(ids(4, 16)))  # type: ignore[misc]
             handle = KERNELS[name](model) if name in KERNELS else None
 
-            def run(model: Llama = model, train: Any = train, name: str = name) -> None:
-                train(model)
+            def change(model: Llama = model, name: str = name) -> None:
                 if name in AFTER:
                     AFTER[name]({key: each.grad for key, each in model.named_parameters() if each.grad is not None})
 
-            checked = found.check(run)
+            findings, z = trained(model, train, 4, change)
             if handle is not None:
                 handle.remove()
-            caught[precision] += bool(checked.breaks)
-            cells.append(f"z {checked.breaks[0].z:.2g}" if checked.breaks else "-")
+            caught[precision] += bool(findings)
+            cells.append(f"step {findings[0].step}, z {max(z):.2g}" if findings else "-")
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
     print(f"| found of {len(AFTER) + len(KERNELS)} | {' | '.join(str(each) for each in caught.values())} |")
 
@@ -254,5 +292,5 @@ if __name__ == "__main__":
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     begun = time.monotonic()
-    {"coverage": coverage, "healthy": healthy, "faults": faults}[sys.argv[1]]()
+    {"coverage": coverage, "healthy": healthy, "faults": faults, "cost": cost}[sys.argv[1]]()
     print(f"{time.monotonic() - begun:.0f} s")

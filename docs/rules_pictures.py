@@ -21,6 +21,7 @@ from hookstats.report.record import Recorded
 from hookstats.report.writing import kind_of_rule, kinds_of
 from hookstats.rules import book, judge
 from tests.cluster import drifting
+from tests.identities import trainings as identities
 from tests.language import trainings
 from tests.report.browser import Browser
 from tests.rules import fleet, outside, tokens
@@ -47,6 +48,7 @@ SHOWN = {
     "reduced-gradient": "gradients_that_are_averaged_twice",
     "outside-write": "averaged_weights_that_are_not_put_back",
     "optimizer-formula": "gradients_that_are_halved_while_an_optimizer_steps",
+    "identity": "a_gradient_that_is_counted_twice",
     "cross-entropy-gradient": "microbatches_that_are_added_up",
     "bias-gradient": "gradients_of_one_layer_times_eight.mlp",
     "unchanged-parameters": "a_layer_that_no_optimizer_has.gpt",
@@ -112,6 +114,8 @@ def training(name: str) -> list[Snapshot]:
         return outside.snapshots()
     if name == "gradients_that_are_halved_while_an_optimizer_steps":
         return outside.snapshots(lambda step, model: None, make_optimizer=outside.halving)
+    if name == "a_gradient_that_is_counted_twice":
+        return identities.snapshots(identities.times("layers.1.mlp.up_proj.weight", 2.0, begin=12), steps=24)
     if name in tokens.FAULTS:
         return tokens.snapshots(name, steps=24)
     if name in drifting.FAULTS:

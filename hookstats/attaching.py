@@ -110,7 +110,7 @@ def attach(
         process_group: the torch.distributed.ProcessGroup or DeviceMesh whose ranks measure together, or `Ranks`, which
             also says how tensors lie on them. None: nothing is communicated.
         options: `Options`: ``strict``, ``memory_budget``, ``grad_scaler``, ``training_only``, ``compiled_programs``,
-            ``attention_rows``, ``laws``.
+            ``attention_rows``, ``laws``, ``identities``.
 
     Raises:
         TypeError, ValueError: for arguments that are not as above: an unknown tensor kind, a glob that matches nothing,
@@ -151,6 +151,9 @@ def attach(
             scaling,
         )
         is_part = process_group is None and _is_distributed() and torch.distributed.get_world_size() > 1
+        if options.identities is not None:
+            parts.parameters.identities = _joint_sums(model, options, binder, scaling, process_group)
+            handles += parts.parameters.identities.hang()
         names = _hang(parts, handles, model, plan, exclude, is_part)
         ranks, joined = _joined(model, process_group, names, options.memory_budget)
         delivery = Delivery(store, binder, callables, plan.trained, ranks, joined)
@@ -223,7 +226,7 @@ def _hang(
     for name, slot in plan.parameters.items():
         parts.parameters.add(name, slot, name in plan.keeping, plan.group_size_of(name))
     handles.append(parts.parameters.local_gradients)
-    if plan.parameters or parts.scaling is not None:
+    if plan.parameters or parts.scaling is not None or parts.parameters.identities is not None:
         handles.append(watch_optimizers(parts.parameters))
     names = [*plan.modules, *plan.parameters]
     if "attention" in plan.kinds:
@@ -241,6 +244,21 @@ def _hang(
         devices = {name: device_of(each.module) or plan.device for name, each in choosing.items()}
         handles += parts.routers.watch(choosing, devices)
     return names
+
+
+def _joint_sums(
+    model: nn.Module, options: Options, binder: SiteBinder, scaling: Scaling | None, process_group: Any
+) -> Any:
+    from hookstats.identities.measuring import JointSums  # of which not everybody makes use
+
+    group = process_group.group if isinstance(process_group, Ranks) else process_group
+    if group is None:
+        merged: list[int] = []
+    elif hasattr(group, "mesh_dim_names"):
+        merged = group.mesh.flatten().tolist()
+    else:
+        merged = torch.distributed.get_process_group_ranks(group)
+    return JointSums(model, options.identities, binder.store, binder, scaling, merged)
 
 
 def _attentions(model: nn.Module, exclude: Modules) -> dict[str, nn.Module]:

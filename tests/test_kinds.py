@@ -36,8 +36,10 @@ def trained(path: Path, first: int = 0, **options: Any) -> list[Snapshot]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(16), Attention(), Plain(), nn.Linear(16, 3))
     sinks = [hookstats.record(path), *options.pop("sinks", [])]
-    tensors = [*KINDS, "model_input"]
-    monitor = hookstats.attach(model, tensors=tensors, every=1, histogram=BINS, sinks=sinks, **options)
+    tensors = [*(name for name in KINDS if name != "identity"), "model_input"]
+    found = hookstats.find_identities(model, lambda: model(torch.randn(12, 16)))
+    chosen = hookstats.Options(identities=found)
+    monitor = hookstats.attach(model, tensors=tensors, every=1, histogram=BINS, sinks=sinks, options=chosen, **options)
     optimizer = torch.optim.AdamW(model.parameters())
     taken = []
     for step in range(first, first + STEPS):

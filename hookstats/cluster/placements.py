@@ -166,6 +166,8 @@ class _Placing:
         self._by_ddp = _replicated_modules(replicated, placements.ranks)
 
     def __call__(self, own: OwnSite) -> Placed:
+        if kind_of(own.site.tensor).is_part:
+            return whole(own)
         held = self._held.get(own.site, LocalShard(None, None))
         if held.sharding is not None:
             return self._place_dtensor(own, held.sharding, held.channels)

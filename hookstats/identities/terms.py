@@ -1,15 +1,18 @@
-"""What an identity is: two sides, each a sum of weight times gradient over some channels. Knows torch alone."""
+"""What an identity is: two sides, each a sum of weight times gradient over some channels. Over torch and numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 
+from hookstats.numbers.fields import Array
+from hookstats.numbers.identities import LARGEST_Z, Named, deviations, relative_of, residual_of, suspects
+
 UNIT = {torch.float64: 2.0**-40, torch.float32: 2.0**-18, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 COARSEST = 2.0**-4  # of float8, and of what is not known
-LEFT_OVER = 0.3  # of a difference, where a single parameter is said to explain it
-LARGEST_Z = 8.0  # healthy: 1.5 at most, 6.7 where the output between both sides was not measured
+_ELEMENTS = 1 << 18  # of a parameter, that are read at a time
 
 
 @dataclass(frozen=True)
@@ -30,17 +33,31 @@ class Term:
     groups: torch.Tensor
     offset: float = 0.0
 
-    def sums(self, weight: torch.Tensor, gradient: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sums of w g and of (w g)^2, float64[groups] each."""
-        products = (weight.detach().double() + self.offset) * gradient.detach().double()
-        others = [dim for dim in range(products.dim()) if dim != self.dim]
-        both = []
-        for values in (products, products.square()):
-            per_channel = values.sum(others) if others else values
-            chosen = per_channel[self.places.to(per_channel.device)]
-            summed = chosen.new_zeros(groups).index_add_(0, self.groups.to(chosen.device), chosen)
-            both.append(summed.cpu())
-        return both[0], both[1]
+    def per_place(self, weight: torch.Tensor, gradient: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Return the sums of w g, of (w g)^2 and of w^2 at some places, float64[3, places], on the weight's device.
+
+        Reads these places alone, and no more than some megabytes at a time.
+        """
+        weight, gradient = weight.detach().movedim(self.dim, 0), gradient.detach().movedim(self.dim, 0)
+        places = places.to(weight.device)
+        size = max(weight[0].numel(), 1) if len(weight) else 1
+        found = [
+            _row_sums(weight.index_select(0, some), gradient.index_select(0, some), self.offset)
+            for some in places.split(max(_ELEMENTS // size, 1))
+        ]
+        return torch.cat(found, 1) if found else weight.new_zeros((3, 0), dtype=torch.float64)
+
+    def grouped(self, values: torch.Tensor, groups: int) -> torch.Tensor:
+        """Return numbers of each place, the last dimension, added up over each group."""
+        summed = values.new_zeros((*values.shape[:-1], groups))
+        return summed.index_add_(-1, self.groups.to(values.device), values)
+
+
+def _row_sums(weight: torch.Tensor, gradient: torch.Tensor, offset: float) -> torch.Tensor:
+    weight = weight.flatten(1).double() if weight.dim() > 1 else weight.double()[:, None]
+    gradient = gradient.flatten(1).double() if gradient.dim() > 1 else gradient.double()[:, None]
+    products = (weight + offset) * gradient
+    return torch.stack([products.sum(1), products.square().sum(1), weight.square().sum(1)])
 
 
 @dataclass(frozen=True)
@@ -111,54 +128,17 @@ class Break:
         return text + ("; " if said else "") + ", or ".join(said)
 
 
-Sums = list[tuple[torch.Tensor, torch.Tensor]]  # of each term of a side, as of Term.sums
+def judge(
+    identity: Identity, left: list[Named], right: list[Named], variance: Array, cleared: Collection[str]
+) -> Break | None:
+    """Compare both sides of an identity with what rounding explains; None: it explains the difference.
 
-
-def judge(identity: Identity, left: Sums, right: Sums, unit: float, spread: torch.Tensor | None) -> Break | None:
-    """Compare both sides of an identity with what rounding explains.
-
-    Each product w g was rounded once and what lies between both sides a few times, independently: the difference's
-    standard deviation is about unit * sqrt(sum of (w g)^2 of both sides + N rms(y)^2 rms(dy)^2), with the output y
-    between them over N tokens.
-
-    Args:
-        left, right: of each term of that side, as of `Term.sums`.
-        unit: the relative rounding of the arithmetic.
-        spread: float64[groups], N rms(y)^2 rms(dy)^2 added up over each group's channels; None: it was not measured.
+    left, right: of each term of that side. variance: of their difference, by rounding, of each group. cleared: see
+    `suspects`.
     """
-    sides = [torch.stack([sums for sums, _ in side]).sum(0) for side in (left, right)]
-    squares = torch.stack([squares for _, squares in (*left, *right)]).sum(0)
-    if spread is not None:
-        squares = squares + spread
-    residual = sides[0] - sides[1]
-    bound = unit * squares.sqrt()
-    z = torch.where(residual == 0, 0.0, residual.abs() / bound)
+    residual = residual_of(left, right)
+    z = deviations(residual, variance)
     if not z.max() > LARGEST_Z:
         return None
-    size = max(float(side.abs().max()) for side in sides)
-    groups = (z > LARGEST_Z).nonzero()[:, 0]
-    suspects = _suspects(identity, left, right, residual)
-    return Break(identity, float(z.max()), groups, float(residual.abs().max()) / size, suspects)
-
-
-def _suspects(identity: Identity, left: Sums, right: Sums, residual: torch.Tensor) -> tuple[tuple[str, float], ...]:
-    """Find the parameters of whose sums the difference is a multiple, and how far the gradient of each is off."""
-    found = list[tuple[float, str, float]]()
-    lost = [
-        (term.parameter, 0.0)
-        for side, terms in ((left, identity.left), (right, identity.right))
-        for (_, squares), term in zip(side, terms, strict=True)
-        if not squares.any()
-    ]
-    if lost:  # nothing else need be wrong
-        return tuple(lost)
-    for sign, side, terms in ((1.0, left, identity.left), (-1.0, right, identity.right)):
-        for (own, _), term in zip(side, terms, strict=True):
-            if not own.norm() > 0:
-                continue
-            share = float(residual @ own / (own @ own))
-            rest = float((residual - share * own).norm() / residual.norm())
-            if rest < LEFT_OVER and abs(1 - sign * share) > 1e-6:
-                found.append((rest, term.parameter, 1 / (1 - sign * share)))
-    best = min((rest for rest, *_ in found), default=0.0)
-    return tuple((name, factor) for rest, name, factor in found if rest <= best + 1e-3)
+    groups = torch.from_numpy((z > LARGEST_Z).nonzero()[0])
+    return Break(identity, float(z.max()), groups, relative_of(left, right), suspects(left, right, cleared))

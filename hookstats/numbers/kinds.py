@@ -28,6 +28,7 @@ class Kind(NamedTuple):
     is_sample: bool = False  # of some elements, always the same ones
     is_about: bool = False  # numbers about tensors, of which no format has to hold the values
     is_local: bool = False  # of a parameter, as each rank has it before the ranks share it
+    is_part: bool = False  # of which each rank brings a part of its own, wherever its tensors lie
 
     @property
     def is_replicated(self) -> bool:
@@ -63,6 +64,10 @@ _ROWS = (
         "steps over what formulas say", is_update=True, is_sample=True, is_about=True,
     ),
     Kind("optimizer", "parameter", "the optimizer's{} of the parameter {}", "states of optimizers", is_update=True),
+    Kind(
+        "identity", "parameter", "the sums of an identity{} over the parameter {}", "sums of weights times gradients",
+        is_about=True, is_local=True, is_part=True,
+    ),
     Kind("buffer", "buffer", "the buffer{} {}", "buffers"),
     Kind("buffer_sample", "buffer", "the sample{} of the buffer {}", "samples of buffers", is_sample=True),
     Kind(

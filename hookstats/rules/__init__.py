@@ -17,6 +17,7 @@ from hookstats.rules.evaluation import evaluation_mode
 from hookstats.rules.experts import dead_experts, expert_load
 from hookstats.rules.finding import SEVERITIES, Cause, Finding
 from hookstats.rules.gradients import exploding_gradients, vanishing_gradients
+from hookstats.rules.identities import identity
 from hookstats.rules.inputs import constant_input, input_shift, unscaled_input
 from hookstats.rules.judging import (
     Function,
@@ -79,6 +80,7 @@ __all__ = [
     "gradient_norm_spike",
     "growing_gradients",
     "head",
+    "identity",
     "initial_loss",
     "input_shift",
     "is_ours",

@@ -16,6 +16,7 @@ from torch import nn
 from hookstats import _native
 from hookstats.modules.selection import Slot
 from hookstats.numbers.fields import ExponentBins, LinearBins
+from hookstats.numbers.identities import KIND as IDENTITY
 from hookstats.numbers.kinds import KINDS
 from hookstats.numbers.selection import as_globs, matches
 from hookstats.numbers.snapshot import Snapshot
@@ -26,9 +27,9 @@ from hookstats.watch.scaling import check_scaler
 DEFAULT_TENSORS = (
     "output", "grad_output", "model_input", "param_sample", "param_grad", "update_sample", "buffer_sample"
 )  # fmt: skip
-OF_PARAMETERS = tuple(kind.name for kind in KINDS.values() if kind.of != "module")
+OF_PARAMETERS = tuple(kind.name for kind in KINDS.values() if kind.of != "module" and kind.name != IDENTITY)
 OF_LANGUAGE = tuple(kind.name for kind in KINDS.values() if kind.is_about)
-TENSORS = (*KINDS, "model_input")
+TENSORS = (*(name for name in KINDS if name != IDENTITY), "model_input")
 DEFAULT_EVERY = 10
 _MOST_ROWS = 1 << 16
 Sink: TypeAlias = Callable[[Snapshot], object] | Recorder
@@ -147,7 +148,9 @@ class Options:
             compiled when the first step comes that is not measured. 1, where compiling takes too long: the one that
             measures runs in all steps, those of the other monitors, too, and costs something between measured steps.
         laws: ``{name: False}``, laws that are broken by design, of `Monitor.laws`: recordings leave
-            their rules out. "bias", "cross_entropy", "optimizer", "step", "replica", "reduction".
+            their rules out. "bias", "cross_entropy", "optimizer", "step", "replica", "reduction", "identity".
+        identities: what `hookstats.find_identities` has found of this model: in each measured step both sides of each
+            are summed up, before the optimizer steps, and recordings compare them.
         attention_rows: of each head, how many queries' logits ``"attention"`` computes, others at each measured step;
             None: all.
 
@@ -162,6 +165,7 @@ class Options:
     compiled_programs: int = 2
     attention_rows: int | None = 64
     laws: Mapping[str, bool] = field(default_factory=dict, hash=False)
+    identities: Any = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.strict, bool):
@@ -180,14 +184,20 @@ class Options:
         if not set(self.laws) <= set(NEEDS):
             raise ValueError(f"Options.laws: expected some of {', '.join(NEEDS)}; got {', '.join(map(str, self.laws))}")
         object.__setattr__(self, "laws", dict(self.laws))
+        if self.identities is not None and not isinstance(getattr(self.identities, "identities", None), list):
+            got = type(self.identities).__name__
+            raise TypeError(f"Options.identities: expected what hookstats.find_identities returns, or None; got {got}")
 
     def to_json(self) -> dict[str, Any]:
         """Return what a recording keeps: of a scaler, its class."""
         kept = {each.name: getattr(self, each.name) for each in fields(self)}
-        return kept | {"grad_scaler": None if self.grad_scaler is None else type(self.grad_scaler).__name__}
+        scaler = None if self.grad_scaler is None else type(self.grad_scaler).__name__
+        found = None if self.identities is None else [str(each) for each in self.identities.identities]
+        return kept | {"grad_scaler": scaler, "identities": found}
 
     def __str__(self) -> str:
-        return f"Options({', '.join(f'{name}={value}' for name, value in self.to_json().items())})"
+        kept = self.to_json() | {"identities": None if self.identities is None else len(self.identities)}
+        return f"Options({', '.join(f'{name}={value}' for name, value in kept.items())})"
 
 
 def _is_int(value: object) -> bool:

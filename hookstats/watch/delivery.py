@@ -285,7 +285,7 @@ class Delivery:
         """Whether it is in order that no gradient came: nothing before it is trained, as far as anybody can see."""
         kind = kind_of(site.tensor)
         if not (kind.is_gradient and kind.of == "module"):
-            return False
+            return kind.is_part  # `Monitor.laws` says why
         if not kind.is_input:
             if site.name not in self._trained:  # a table of positions, a frozen layer
                 return True

@@ -9,6 +9,7 @@ import numpy as np
 
 from hookstats.numbers.fields import Site
 from hookstats.numbers.frame import StepFrame
+from hookstats.numbers.identities import KIND, ROUNDING
 from hookstats.numbers.kinds import is_of_kind
 from hookstats.numbers.token_weights import NAMES, TokenWeights
 
@@ -20,6 +21,7 @@ NEEDS = {
     "step": ("outside_update",),
     "replica": ("param_sample",),
     "reduction": ("param_grad", "param_grad_local"),
+    "identity": ("identity",),
 }
 
 
@@ -57,18 +59,20 @@ def laws(
     frame: StepFrame | None,
     kinds: set[str],
     declared: Mapping[str, bool],
-    left_out: Mapping[str, int],
+    left_out: Mapping[str, Mapping[str, int]],
     is_judged: bool,
 ) -> Laws:
     """frame: of the latest step; kinds: that are measured; declared: laws that are broken by design, as False.
 
-    left_out: how many parameters the law of optimizers leaves out, by the reason.
+    left_out: of a law, how many parameters or identities it leaves out, by the reason.
     """
 
     def law(name: str) -> Law:
         if declared.get(name) is False:
             return Law(name, False, "it is declared as broken by design: Options(laws=...)")
         missing = [kind for kind in NEEDS[name] if kind not in kinds]
+        if missing and name == "identity":
+            return Law(name, False, "needs Options(identities=hookstats.find_identities(model, forward))")
         if missing:
             return Law(name, False, f"needs {' and '.join(map(repr, missing))} among the tensors")
         if not is_judged:
@@ -76,8 +80,9 @@ def laws(
         if frame is None:
             return Law(name, False, "no measured step has arrived yet")
         where, why = _APPLIED[name](frame)
-        if name == "optimizer" and left_out:
-            why = "; ".join(f"{count} parameters: {reason}" for reason, count in left_out.items())
+        if left_out.get(name):
+            noun = "identities" if name == "identity" else "parameters"
+            why = "; ".join(f"{count} {noun}: {reason}" for reason, count in left_out[name].items())
             where = f"{where}; not at {why}" if where else None
         return Law(name, where is not None, where or why)
 
@@ -135,6 +140,16 @@ def _cross_entropy(frame: StepFrame) -> _Applied:
     return f"logits of {weights.microbatches:g} forwards, {weights.tokens * weights.microbatches:.0f} tokens", ""
 
 
+def _identity(frame: StepFrame) -> _Applied:
+    if len(frame.ranks.present) < frame.ranks.world_size:
+        return None, "other ranks may have parts of each sum: this step is not of all of them"
+    found = _fired(frame, KIND)
+    chosen = [i for i in found if frame.sites.names[i].tensor.endswith(f".{ROUNDING}")]
+    sums = round(sum(frame.totals.count[i] / frame.calls[i] for i in chosen))
+    where = f"{sums} sums of {len(chosen)} identities" if chosen else None
+    return where, "no gradient came before an optimizer's step"
+
+
 def _of_parameters(kind: str, why: str) -> Callable[[StepFrame], _Applied]:
     def applied(frame: StepFrame) -> _Applied:
         count = len(_fired(frame, kind))
@@ -161,4 +176,5 @@ _APPLIED: dict[str, Callable[[StepFrame], _Applied]] = {
     "step": _of_parameters("outside_update", "no optimizer has stepped in two measured steps"),
     "replica": _of_ranks("param_sample"),
     "reduction": _of_ranks("param_grad_local"),
+    "identity": _identity,
 }

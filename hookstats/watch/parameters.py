@@ -97,11 +97,13 @@ class Parameters:
         self._is_ours: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         timed = weakref.WeakMethod(self._timed)
         self.local_gradients = LocalGradients(model, store, binder, self._batches, timed)
+        self.identities: Any = None  # hookstats.identities.measuring.JointSums
 
     @property
-    def left_out_of_law(self) -> Mapping[str, int]:
-        """How many parameters the law of optimizers leaves out, by the reason."""
-        return {} if self._law is None else self._law.left_out
+    def left_out_of_laws(self) -> Mapping[str, Mapping[str, int]]:
+        """How many parameters the law of optimizers leaves out, by the reason, and how many identities."""
+        of_optimizers = {} if self._law is None else self._law.left_out
+        return {"optimizer": of_optimizers, "identity": {} if self.identities is None else self.identities.reasons}
 
     def add(self, name: str, slot: Slot, keep_channels: bool, group_size: int | None) -> None:
         """Watches a parameter."""
@@ -162,6 +164,9 @@ class Parameters:
             return None
         if self._scaling is not None and self._store.flags.value:
             self._scaling.before_optimizer_step(optimizer)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            self._measure_identities(optimizer)
         stepping = self._carefully(self._read_with, optimizer)
         if not stepping or not self._stepping.begins(optimizer):
             return None
@@ -169,7 +174,6 @@ class Parameters:
             self._timed(self._copy, stepping)
         if self._has_samples:
             self._stepping.sampled = self._timed(self._sample, stepping) or []
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             self.measure(stepping, getattr(optimizer, "grad_scale", None))
             if self._law is not None and self._store.flags.value:
@@ -182,12 +186,17 @@ class Parameters:
             loss = closure()
             if first:
                 first = False
+                self._measure_identities(optimizer)
                 self.measure(stepping)
             return loss
 
         if len(args) > 1:
             return (args[0], measured_closure, *args[2:]), kwargs
         return args, kwargs | {"closure": measured_closure}
+
+    def _measure_identities(self, optimizer: Optimizer | None) -> None:
+        if self.identities is not None:
+            self.identities.measure(optimizer)
 
     def _count_step(self, optimizer: Optimizer) -> None:
         """Also of steps that are not measured: ranks that are at different steps are told apart by it."""
@@ -237,7 +246,7 @@ class Parameters:
         )
 
     def measure(self, stepping: list[Parameter] | None = None, grad_scale: torch.Tensor | None = None) -> None:
-        """Measures the watched parameters among those that step; None: all that were not measured in this step."""
+        """Measures the watched ones among those that step; None: all that were not measured in this step."""
         if self._store.flags.value if stepping is None else self._store.flags.is_open():
             run = self._carefully if stepping is None else self._timed  # the end of a step is timed as a whole
             run(self._measure, stepping, grad_scale)
@@ -290,12 +299,14 @@ class Parameters:
     def measure_gradients(self) -> None:
         """Measures the gradients that are there and were not, in this step; optimizers do not measure them again."""
         if self._store.flags.is_open():
+            self._measure_identities(None)
             self._timed(self._measure_gradients)
 
     def measure_before_clipping(self, tensors: list[torch.Tensor]) -> list[tuple[Entry, torch.Tensor]] | None:
         """The same; and the sites that hold these parameters' gradients, and nothing else. None: some have none now."""
         if not self._store.flags.is_open() or is_capturing():
             return None
+        self._measure_identities(None)
         found: list[tuple[Entry, torch.Tensor]] | None = self._timed(self._measure_before_clipping, tensors)
         return found
 

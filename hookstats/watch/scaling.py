@@ -40,6 +40,11 @@ class Scaling:
             self._warn_once("scaler", f"grad_scaler failed, gradients are reported with their scale: {error!r}")
             return None
 
+    @property
+    def scale(self) -> float | torch.Tensor | None:
+        """By which the loss of the open step was multiplied; None: it failed."""
+        return self._scale
+
     def begin_step(self) -> None:
         """Notes the scale that the gradients of this step will have, if nobody changes it."""
         self._scale = self._asked(self._now)

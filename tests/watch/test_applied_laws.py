@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 import hookstats
 
-LAWS = ["bias", "cross_entropy", "optimizer", "step", "replica", "reduction"]
+LAWS = ["bias", "cross_entropy", "optimizer", "step", "replica", "reduction", "identity"]
 TENSORS = ("output", "grad_output", "param_grad", "param_sample", "outside_update", "optimizer_law", "token_weights")
 
 
