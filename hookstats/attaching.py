@@ -45,7 +45,7 @@ from hookstats.watch.memory import Store
 from hookstats.watch.monitor import Monitor
 from hookstats.watch.optimizers import watch_optimizers
 from hookstats.watch.parameters import Parameters
-from hookstats.watch.planning import Plan
+from hookstats.watch.planning import Plan, TooMuch
 from hookstats.watch.scaling import Scaling
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def attach(
             budget=budget,
             agree=list if joined is None else joined.largest,
             channels_every=kept.every,
-            tap_channels=kept.which is True and too_much is None,
+            tap_channels=kept.which is True and (too_much is None or bool(plan.keeping)),
             attention=parts.attentions,
             routing=parts.routers,
             is_judged=any(isinstance(sink, Recorder) for sink in callables),
@@ -369,10 +369,11 @@ def _dtypes_of(model: nn.Module) -> set[torch.dtype]:
     return own | {torch.float32, torch.bfloat16, torch.float16}
 
 
-def _report_totals(wanted: int, memory_budget: int) -> None:
+def _report_totals(too_much: TooMuch, memory_budget: int) -> None:
     _log.warning(
-        "per-channel state would take %.1f MB of memory_budget=%.1f MB on a device: all sites keep totals only. "
+        "per-channel state would take %.1f MB of memory_budget=%.1f MB on a device: %s keep totals only. "
         "Choose fewer modules=, channels=[globs] or histogram=ExponentBins(), or raise memory_budget.",
-        wanted / 2**20,
+        too_much.size / 2**20,
         memory_budget / 2**20,
+        too_much.which,
     )

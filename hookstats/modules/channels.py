@@ -11,6 +11,8 @@ from torch import nn
 from hookstats.modules.selection import Slot
 from hookstats.numbers.selection import as_globs, matches
 
+# A vector of more entries is no vector of channels, of which vocabularies have the most, but parameters in a row.
+MOST_ENTRIES = 1 << 18
 # Modules of torch.nn whose features are in the last place of all that they return.
 _LAST = (
     nn.RNNBase,
@@ -34,16 +36,20 @@ class ChannelAxis(NamedTuple):
 def parameter_channels(slot: Slot, parameter: torch.Tensor) -> ChannelAxis:
     """A weight's channels are its outputs: dimension 0, of a transposed convolution and of [in, out] weights 1.
 
-    One of width 1 has no channels.
-    A vector (a bias, the weight of a norm) is one channel: its entries would each be a channel of one value. Of a
-    buffer, that is what they are: the model has counted or averaged each of its channels by itself.
+    Each entry of a vector (a bias, the weight of a norm) is a channel of one value, up to MOST_ENTRIES of them. Those
+    of a buffer are its rows. One of width 1 has no channels.
     """
-    if nn.parameter.is_lazy(parameter) or parameter.dim() < (1 if slot.is_buffer else 2):
+    if nn.parameter.is_lazy(parameter) or not parameter.dim():
         return ChannelAxis(0, 1)
-    if slot.is_buffer:
-        return ChannelAxis(0, max(parameter.shape[0], 1))
-    dim = 1 if isinstance(slot.module, nn.modules.conv._ConvTransposeNd) or _is_in_out(slot.module, parameter) else 0
+    if is_vector(parameter) and not slot.is_buffer and parameter.shape[0] > MOST_ENTRIES:
+        return ChannelAxis(0, 1)
+    is_in_out = isinstance(slot.module, nn.modules.conv._ConvTransposeNd) or _is_in_out(slot.module, parameter)
+    dim = 1 if is_in_out and parameter.dim() > 1 and not slot.is_buffer else 0
     return ChannelAxis(dim, max(parameter.shape[dim], 1))
+
+
+def is_vector(tensor: torch.Tensor) -> bool:
+    return not nn.parameter.is_lazy(tensor) and tensor.dim() == 1
 
 
 def _is_of_torch(module: nn.Module) -> bool:

@@ -54,7 +54,7 @@ class Channels:
             found by evidence: the names of its projections, and the number of heads in it or in its configuration.
 
     Where the width of a site alternates, it keeps totals. A parameter's channels are its outputs (dimension 0; of a
-    transposed convolution, and of transformers' Conv1D, 1); one of fewer than two dimensions has a total only.
+    transposed convolution, and of transformers' Conv1D, 1), those of a vector its entries, of one value each.
 
     Raises:
         TypeError, ValueError: for arguments that are not as above. `attach` raises ValueError for a glob that matches
@@ -137,10 +137,10 @@ class Options:
             its reason in ``Snapshot.skipped``, and training goes on. A site is given up after three measured steps in a
             row in which none of its tensors could be measured.
         memory_budget: bytes per device, of state, samples, the copies for ``"param_update"`` and, on a GPU, scratch.
-            Where channels would need more, all sites keep totals only; what is seen later (a container's tensors, a
-            tap, a width) and does not fit keeps totals, or is skipped. Not in it is the copy of the state that leaves
-            the device when a measured step is closed: for that long it takes as much again; on a CPU, for as long as
-            the Snapshot is kept.
+            Where channels would need more, vectors (biases, the weights of norms) keep totals only, and if that is not
+            enough all sites; what is seen later (a container's tensors, a tap, a width) and does not fit keeps totals,
+            or is skipped. Not in it is the copy of the state that leaves the device when a measured step is closed: for
+            that long it takes as much again; on a CPU, for as long as the Snapshot is kept.
         grad_scaler: the torch.amp.GradScaler that the loss goes through: gradients are then reported without its scale.
         training_only: whether only forwards in training mode are measured, so that evaluation between steps is not.
             None: as soon as the model was in training mode, at attach or when a step ended.

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from hookstats.modules.channels import ChannelAxis, channels_of, input_channels, wanted_by_name
+from hookstats.modules.channels import ChannelAxis, channels_of, input_channels, is_vector, wanted_by_name
 from hookstats.modules.heads import NO_GROUPS, GroupSizes, group_sizes
 from hookstats.modules.selection import Modules, Slot, clean_names, select, watched_root
+from hookstats.modules.sharding import flattened
 from hookstats.numbers.kinds import kind_of
 from hookstats.watch.arguments import OF_LANGUAGE, OF_PARAMETERS, Channels, channel_names, device_of
 from hookstats.watch.batches import placing
 from hookstats.watch.hooks import Hook, InputHook, Kinds, ModelInputHook, SiteSpec
 from hookstats.watch.memory import Store
 from hookstats.watch.parameters import kinds_of
+
+
+class TooMuch(NamedTuple):
+    """What keeps totals only, and the bytes on a device that channels would have taken."""
+
+    which: str
+    size: int
 
 
 class Plan:
@@ -52,6 +61,8 @@ class Plan:
         self._devices = {name: device_of(module) or self.device for name, module in self.modules.items()}
         self.keeping = channel_names(channels.which, self.modules, self.parameters)  # modules and parameters
         self.keeping |= {""} if is_root_given else set()
+        cut = flattened(model)  # what is left there of a weight is no vector of channels
+        self.keeping -= {name for name, slot in self.parameters.items() if slot.module in cut and not slot.is_buffer}
         self._groups = group_sizes(clean_names(model)) | self._given_groups(channels)
         self.trained = frozenset(
             name for name, m in self.modules.items() if any(parameter.requires_grad for parameter in m.parameters())
@@ -95,13 +106,19 @@ class Plan:
                 kinds = self._of_inputs
                 yield module, SiteSpec(name, "", inputs, keeps, kinds, module, groups.inputs), InputHook, device
 
-    def reserve(self, store: Store) -> int | None:
-        """Takes the memory. The bytes on a device that channels would need, if they go beyond the budget: then all
-        sites keep totals only. ValueError if these do, too.
+    def reserve(self, store: Store) -> TooMuch | None:
+        """Takes the memory. Where channels would go beyond the budget, vectors keep totals only; then all sites do.
+
+        ValueError if these do, too.
         """
-        too_much = [size for device, size in self._sizes(store).items() if size > store.budget_on(device)]
-        if too_much:
-            self.keeping = set()
+        too_much = None
+        found = {name: slot.get() for name, slot in self.parameters.items() if not slot.is_buffer}
+        vectors = {name for name, tensor in found.items() if tensor is not None and is_vector(tensor)}
+        for which, left in (("vectors (biases, the weights of norms)", vectors), ("all sites", self.keeping)):
+            size = max((n for device, n in self._sizes(store).items() if n > store.budget_on(device)), default=None)
+            if size is not None and left & self.keeping:
+                self.keeping = self.keeping - left
+                too_much = TooMuch(which, max(size, 0 if too_much is None else too_much.size))
         for device, size in self._sizes(store).items():
             if size > store.budget_on(device):
                 needed = size + store.memory_budget - store.budget_on(device)
@@ -111,7 +128,7 @@ class Plan:
                     "histogram= of fewer bins, or None"
                 )
             store.reserve(device, size // 8)
-        return max(too_much, default=None)
+        return too_much
 
     def _sizes(self, store: Store) -> dict[torch.device, int]:
         total: dict[torch.device, int] = {}

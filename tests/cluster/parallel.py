@@ -80,9 +80,7 @@ def merged(monitor: hookstats.Monitor, model: nn.Module, group: Any = None, plac
 
 
 def rows_of(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:
-    """``[values, channels]``; of vectors all as one channel."""
-    if tensors[0].dim() < 2:
-        return torch.cat(tensors)[:, None]
+    """``[values, channels]``."""
     return torch.cat([t.movedim(dim, -1).reshape(-1, t.shape[dim]) for t in tensors])
 
 

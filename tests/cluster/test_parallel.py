@@ -69,7 +69,7 @@ def fsdp(rank: int, world: int, attach_first: bool, dtype: torch.dtype) -> None:
     trained(monitor, model, batch(rank), kept)
     everybody = list(range(world))
     snapshot, told = check_all(
-        model, monitor, kept, lambda site: [everybody] if is_matrix(site) else [[r] for r in everybody]
+        model, monitor, kept, lambda site: [everybody] if "param" in site[1] else [[r] for r in everybody]
     )
     assert not told
     assert snapshot["0", "output"].calls == world
@@ -83,7 +83,10 @@ def flat(rank: int, world: int) -> None:
     model = FullyShardedDataParallel(inner, use_orig_params=True, device_id=torch.device("cpu"))
     monitor, kept = attached(model), Kept(inner, MLP)
     trained(monitor, model, batch(rank), kept)
-    snapshot, told = check_all(model, monitor, kept, lambda site: [[r] for r in range(world)])
+    everybody = list(range(world))
+    snapshot, told = check_all(
+        model, monitor, kept, lambda site: [everybody] if "param" in site[1] else [[r] for r in everybody]
+    )
     assert not told
     assert snapshot["0.weight", "param"].total.count == 8 * 16
     assert snapshot["0.weight", "param"].calls == 1
@@ -106,10 +109,6 @@ def alone(batches: list[torch.Tensor], together: bool) -> hookstats.Snapshot:
     monitor._parameters.measure()
     (snapshot,) = [each for each in (monitor.step(), *monitor.detach()) if each is not None]
     return snapshot
-
-
-def is_matrix(site: tuple[str, str]) -> bool:
-    return site[0].endswith("weight") and "param" in site[1]
 
 
 def data_parallel(rank: int, world: int) -> None:
@@ -142,7 +141,7 @@ def colwise_and_rowwise(attach_first: bool) -> None:
         trained(monitor, model, batch(1), kept)
     assert any("P(sum)" in each for each in told) == attach_first  # rowwise outputs before they are reduced
     side_by_side, one = [[0, 1]], [[0]]
-    lines = {"0": side_by_side, "0.weight": side_by_side, "0.bias": [[0], [1]], "2.weight": [[0], [1]], "2.bias": one}
+    lines = {"0": side_by_side, "0.weight": side_by_side, "0.bias": side_by_side, "2.weight": [[0], [1]], "2.bias": one}
     snapshot, told = check_all(model, monitor, kept, lambda site: lines.get(site[0]))
     assert snapshot["0", "output"].calls == snapshot["2.weight", "param"].calls == 1
     assert len(told) == 1
@@ -224,8 +223,15 @@ def two_dimensions(rank: int, world: int) -> None:
     assert slice_of["0.weight", "param"]._measured.shape[1] == 8
     assert slice_of["2.weight", "param"]._measured.shape[1] == 7
     rows, channels, matrix = [[0], [2]], [[0, 1], [2, 3]], [[0, 2, 1, 3]]
-    lines = {"0": channels, "1": channels, "2": rows, "0.weight": matrix, "2.weight": [[0, 2], [1, 3]], "2.bias": rows}
-    lines["0.bias"] = [[r] for r in range(4)]
+    lines = {
+        "0": channels,
+        "1": channels,
+        "2": rows,
+        "0.weight": matrix,
+        "0.bias": matrix,
+        "2.weight": [[0, 2], [1, 3]],
+        "2.bias": [[0, 2]],
+    }
     snapshot, told = check_all(model, monitor, kept, lambda site: lines[site[0]])
     assert not told
     assert snapshot["0", "output"].calls == snapshot["1", "output"].calls == 2
@@ -237,9 +243,7 @@ def two_dimensions(rank: int, world: int) -> None:
     monitor, kept = attached(model), Kept(model, MLP)
     trained(monitor, model, batch(rank), kept)
     everybody = [[r] for r in range(4)]
-    snapshot, told = check_all(
-        model, monitor, kept, lambda s: [[0, 1]] if is_matrix(s) else [[0], [1]] if "param" in s[1] else everybody
-    )
+    snapshot, told = check_all(model, monitor, kept, lambda site: [[0, 1]] if "param" in site[1] else everybody)
     assert not told
     assert snapshot["0.weight", "param_grad"].calls == 1
     assert snapshot["0", "output"].calls == 4
@@ -331,7 +335,7 @@ def experts_of_one_name(rank: int) -> None:
     assert snapshot["experts.0.weight", "param"].channels.count.tolist() == [8] * 8
     for kind in ("param", "param_grad"):
         check_merged(snapshot, ("experts.0.weight", kind), parts, [[0, 1]], 0)
-        check_merged(snapshot, ("experts.0.bias", kind), parts, [[0], [1]], 0)
+        check_merged(snapshot, ("experts.0.bias", kind), parts, [[0, 1]], 0)
     check_merged(snapshot, ("experts.0", "output"), parts, [[0], [1]])
 
 

@@ -238,7 +238,9 @@ def differences(got: Trained, eager: Trained) -> list[str]:
             for name in EXACT + CLOSE:
                 one, other = np.atleast_1d(getattr(a, name)), np.atleast_1d(getattr(b, name))
                 largest = np.abs(np.atleast_1d(b.abs_max)).max()
-                close = one.shape == other.shape and np.allclose(one, other, rtol=0, atol=1e-6 * largest)
+                close = one.shape == other.shape and np.allclose(
+                    one, other, rtol=0, atol=1e-6 * largest, equal_nan=True
+                )
                 if not (np.array_equal(one, other) if name in EXACT else close):
                     found.append(f"step {mine.step}: {site}: {name} {one} for {other}")
     found += [

@@ -30,8 +30,8 @@ def grad_of(parameter: torch.Tensor) -> torch.Tensor:
 
 def check_site(snapshot: Snapshot, name: str, kind: str, value: torch.Tensor, channel_dim: int = 0) -> None:
     stats = snapshot[name, kind]
-    if value.dim() < 2:
-        assert stats.channels is None
+    assert (stats.channels is None) == (value.numel() == 1)  # a vector's entries are channels
+    if value.numel() == 1:
         got = {name: getattr(stats.total, name) for name in fields.STATISTICS}
         compare(got, value.detach().double().numpy(), f"{name} {kind}", 1e-5)
     else:

@@ -127,7 +127,7 @@ def test_a_tap_that_does_not_fit_is_skipped_with_its_reason() -> None:
 
 def test_a_parameter_that_no_longer_fits_is_skipped_and_the_others_are_measured() -> None:
     model = nn.Linear(4, 3)
-    needed = 8 * (4 * len(FIELDS) + 2 * COUNTERS)
+    needed = 8 * (6 * len(FIELDS) + 2 * COUNTERS)
     mon = hookstats.attach(
         model, tensors="param", every=1, histogram=None, options=hookstats.Options(memory_budget=needed)
     )

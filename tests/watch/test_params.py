@@ -352,8 +352,7 @@ def test_a_linear_regression_records_the_gradients_that_plain_hooks_see() -> Non
             optimizer.step()
             taken = mon.step() if mon else None
             for name in ("weight", "bias"):
-                by_row = name == "weight"
-                stats = taken[name, "param_grad"] if taken else hookstats.measure(seen[name], 0, channels=by_row)
+                stats = taken[name, "param_grad"] if taken else hookstats.measure(seen[name], 0)
                 record.append([getattr(stats.total, each) for each in fields.STATISTICS])
         runs.append((record, [p.detach().clone() for p in model.parameters()]))
     assert runs[0][0] == runs[1][0]
