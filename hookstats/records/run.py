@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
-from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -14,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 
 from hookstats.numbers.fields import STATISTICS, Counts, Site
-from hookstats.numbers.kinds import is_of_kind
 from hookstats.numbers.merge import mean, merge
+from hookstats.numbers.selection import choose
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.numbers.tables import html
 from hookstats.records import timeline
@@ -388,14 +387,9 @@ def _matching(known: list[Site], chosen: Sites) -> set[Site] | None:
     wanted: set[Site] = set()
     for each in [chosen] if isinstance(chosen, str | Site) else chosen:
         name, tensor = (each, None) if isinstance(each, str) else each
-        found = {
-            site
-            for site in known
-            if fnmatchcase(site.name, name) and (tensor is None or is_of_kind(site.tensor, tensor))
-        }
+        found = choose("sites", known, name, tensor)
         if not found:
-            some = ", ".join(repr(tuple(site)) for site in known[:8])
-            raise ValueError(f"sites: {each!r} matches nothing; expected some of {some}, ...")
+            raise ValueError(f"sites: expected a tensor that these names have, got {each!r}")
         wanted |= found
     return wanted
 

@@ -152,7 +152,7 @@ def test_watch_prints_a_line_a_step_into_a_pipe_and_ends_with_the_run(runs: Path
     [
         (["show", "RUNS/none"], "hookstats show: .*none: expected the directory of a run"),
         (["show", "RUNS/a", "--step", "77"], r"hookstats show: expected a recorded step, such as \[0, 1, 2"),
-        (["show", "RUNS/a", "--site", "nothing"], "hookstats show: sites: 'nothing' matches nothing"),
+        (["show", "RUNS/a", "--site", "nothing"], "hookstats show: sites: names: the glob 'nothing' matches nothing"),
         (["show", "RUNS/a", "--sort", "size"], "hookstats show: sort: expected one of count, mean"),
         (["compare", "RUNS/a", "RUNS/none"], "hookstats compare: .*none: expected the directory of a run"),
         (
