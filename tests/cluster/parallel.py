@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,8 @@ def merged(monitor: hookstats.Monitor, model: nn.Module, group: Any = None, plac
 
 def rows_of(tensors: list[torch.Tensor], dim: int) -> torch.Tensor:
     """``[values, channels]``."""
-    return torch.cat([t.movedim(dim, -1).reshape(-1, t.shape[dim]) for t in tensors])
+    moved = [each.movedim(dim, -1) for each in tensors]
+    return torch.cat([each.reshape(math.prod(each.shape[:-1]), each.shape[-1]) for each in moved])
 
 
 def check_merged(
