@@ -1,4 +1,4 @@
-"""What a cross entropy divides its tokens by, as the gradient of the model's logits shows it, in measured steps.
+"""The number that a cross entropy divides its tokens by, as the gradient of the logits shows it, in measured steps.
 
 Where a loss is a plain cross entropy, the gradient of a row of logits is w (p - e): its probabilities less 1 at its
 target, times the weight of the row. w follows from the entries that are no targets, without knowing the targets: from
@@ -79,7 +79,7 @@ class TokenWeights(order.ModuleHook, Fed):
 
 
 def logits_in(output: Any) -> torch.Tensor | None:
-    """What of a model's output may be logits ``[..., classes]``: the one that is named so, or the only one."""
+    """Return the tensor of a model's output that may be logits ``[..., classes]``: named so, or the only one."""
     found = [(path, tensor) for path, tensor in walk(output) if _may_be_logits(tensor)]
     named = [tensor for path, tensor in found if path == _LOGITS]
     if named:
@@ -94,8 +94,9 @@ def _may_be_logits(tensor: torch.Tensor) -> bool:
 
 
 def sampled_rows(logits: torch.Tensor) -> torch.Tensor:
-    """Which rows are read: one of each of up to 64 stretches, at another place in each, so that padding is met as often
-    as it is there.
+    """Choose the rows that are read: one of each of up to 64 stretches.
+
+    They lie at another place in each stretch, so that padding is met as often as it is there.
     """
     rows = logits[..., 0].numel()
     count = min(rows, _ROWS, max(_ENTRIES_OF_ALL // logits.shape[-1], 4))

@@ -1,4 +1,4 @@
-"""What the weights of tokens say of a step's loss: how much they are together, and whether a loss is their mean."""
+"""The weights of tokens in a step's loss: how much they are together, and whether a loss is their mean."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DEVIATIONS, _EQUAL = 4, 0.02  # of the mean loss of the sampled tokens, that a 
 
 
 class TokenWeights(NamedTuple):
-    """Of the plain cross entropies of a step.
+    """The plain cross entropies of a step.
 
     ``microbatches``: of a rank, each with a loss. ``each``: the mean weight of a token; ``low``, ``high``: of all
     microbatches. ``least``, ``most``: what all tokens of a rank weigh together lies between these. ``loss``: the mean
@@ -31,15 +31,15 @@ class TokenWeights(NamedTuple):
 
     @property
     def tokens(self) -> float:
-        """Of a microbatch, at least."""
+        """The tokens of a microbatch, at least."""
         return self.least / self.each / self.microbatches
 
     def is_mean(self, loss: float) -> bool:
-        """Whether a loss may be the mean over all tokens, or its part of one microbatch."""
+        """Say whether a loss may be the mean over all tokens, or its part of one microbatch."""
         return any(self._is_about(loss * times, 1.0) for times in (1, self.microbatches))
 
     def is_differentiated(self, loss: float) -> bool:
-        """Whether a loss may be the one whose gradient it is, whatever that divides by."""
+        """Say whether a loss may be the one whose gradient it is, whatever that divides by."""
         return self._is_about(loss, self.least)
 
     def _is_about(self, loss: float, weight: float) -> bool:

@@ -25,7 +25,7 @@ from hookstats.records.places import no_run
 from hookstats.records.reading import Chosen, Reader
 from hookstats.records.schema import SCHEMAS, names_of
 from hookstats.records.snapshots import Snapshots, lists
-from hookstats.rules import Finding, head, story
+from hookstats.rules import Finding, Function, Rule, defaults, head, judge, story, without_declared
 
 if TYPE_CHECKING:
     import pandas
@@ -228,6 +228,20 @@ class Run:
             and (self._has_all_steps or self._judged_with(finding.step) in numbers)
             and (self._chosen_sites is None or finding.site is None or self._chosen_sites.intersection(finding.sites))
         ]
+
+    def judge(self, rules: Iterable[str | Rule | Function] | None = None) -> list[Finding]:
+        """Judge these steps again, as `rules.judge` does.
+
+        rules: None: all of `rules.defaults`, but for those of laws that an attempt has declared as broken by design,
+        ``Options(laws={"bias": False})``.
+        """
+        if rules is None:
+            laws: dict[str, bool] = {}
+            for attempt in self.attempts:
+                declared = attempt["settings"].get("options", {}).get("laws", {})
+                laws |= {name: False for name, holds in declared.items() if not holds}
+            rules = without_declared(defaults(), laws)
+        return judge(self, rules)
 
     def _judged_with(self, step: int) -> int:
         """The recorded step with which a step was judged: itself, or if it was not measured, the next one that was."""

@@ -28,6 +28,7 @@ from hookstats.rules.judging import (
     rule_from_json,
     rule_to_json,
     rules_of_laws,
+    without_declared,
 )
 from hookstats.rules.laws import bias_gradient, reduced_gradient, replica_drift
 from hookstats.rules.learning import lost_updates, shrinking_weights, unchanged_parameters
@@ -118,4 +119,5 @@ __all__ = [
     "unscaled_input",
     "update_ratio",
     "vanishing_gradients",
+    "without_declared",
 ]

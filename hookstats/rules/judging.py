@@ -39,6 +39,11 @@ def rules_of_laws() -> dict[str, Rule]:
     return {each.law: each for each in defaults() if each.law}
 
 
+def without_declared(rules: Iterable[Rule], laws: Mapping[str, bool]) -> list[Rule]:
+    """Return the rules but for those of laws that are declared as broken by design. laws: of `hookstats.Options`."""
+    return [rule for rule in rules if laws.get(rule.law, True)]
+
+
 def rule_to_json(rule: str | Rule | Function) -> dict[str, Any]:
     """``{"rule": "module:name", "arguments": {...}}`` of a rule, or of a name. TypeError for others."""
     if isinstance(rule, str):

@@ -2,197 +2,179 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
-from hookstats.numbers.fields import Array, Counts, Site
+from hookstats.numbers.fields import Counts, Site
 from hookstats.numbers.kinds import kind_of
-from hookstats.rules.arriving import sums_of_outputs
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.finding import Finding
-from hookstats.rules.formatting import number, times
-from hookstats.rules.history import middle
+from hookstats.rules.formatting import times
 from hookstats.rules.memory import Memory
+from hookstats.rules.ratios import Broken, Sides, judge_ratios, residuals
 from hookstats.rules.step import Mask, Step
 
-# Of the L1 norm of a bias's gradient, and of its output's: of a sum that has cancelled farther, what rounding to
-# bfloat16, and what adding up in float32, has made of it may be anything.
-_LEAST, _LEAST_OF_OUTPUT = 0.02, 1e-5
-_EQUAL, _CONSTANT = 0.01, 0.005
-
-
-def _of_one_ratio(
-    step: Step,
-    memory: Memory,
-    gradients: Counts,
-    ratios: Array,
-    factor: float,
-    steps: int,
-    say: Callable[[str, str, float, int, int, bool], str],
-) -> list[Ill]:
-    """A law by which two sums of a layer have one ratio, the same in all layers: where it jumps, and stays.
-
-    gradients, ratios: the ids of gradients whose sums have not cancelled, and the ratio of each. say: of a name, its
-    ratio over the others', the others' ratio, how many others there are, since when, and whether it jumped.
-    """
-    equal, streak = np.count_nonzero(abs(ratios - 1) < _EQUAL), memory.streak()
-    agreed, known = memory.of_sites("agreed", False), memory.of_sites("known", False)  # in the last judged step; ever
-    if equal == len(ratios) and not streak.goes_on:
-        agreed[gradients] = known[gradients] = True
-        return []
-    common = 1.0 if equal else middle(ratios)
-    relative = np.full(len(step.sites), np.nan)
-    if common:
-        relative[gradients] = ratios / common
-    agree = abs(relative - 1) < _EQUAL
-    count = int(np.count_nonzero(agree))
-    if count < (1 if common == 1 else 2) or (common != 1 and 3 * count < 2 * gradients.size):
-        return []
-    judged = np.isfinite(relative)
-    off = judged & ~((relative < factor) & (relative > 1 / factor))
-    late = memory.of_sites("late", False)
-    if np.count_nonzero(off):
-        first = memory.of_sites("first", np.nan)  # the ratio when the streak began
-        lengths = np.append(streak.lengths, np.zeros(len(off) - len(streak.lengths), np.int64))
-        goes_on = (lengths > 0) & (abs(relative / first - 1) < _CONSTANT)
-        begins = off & (lengths == 0) & (agreed | (~known if count > 1 else False))
-        first[begins], late[begins] = relative[begins], agreed[begins]
-        off &= goes_on | begins
-    memory["agreed"] = np.where(judged, agree, agreed)
-    known |= judged
-
-    def sentence(site: int, since: int) -> str:
-        ratio = float(relative[site])
-        size = number(ratio) if abs(ratio) > 0.95 else f"1/{number(1 / ratio)}"
-        return say(step.sites[site].name, size, common, count, since, bool(late[site]))
-
-    def severity(site: int) -> str:
-        return "warning" if late[site] else "note"
-
-    return [Ill(off, sentence, relative, factor, severity, judged, steps)]
-
-
-def bias_ratios(step: Step) -> tuple[Counts, Array]:
-    """The gradients of biases whose sums have not cancelled, and each over the sum of its output's gradient."""
-    gradients, outputs = step.alike(_biases_and_outputs)
-    if not len(gradients):
-        return gradients, np.empty(0)
-    now, fresh, sizes = step.sums[gradients], step.sums[outputs], step.totals.l1_norm
-    known: Mask = (abs(now) > _LEAST * sizes[gradients]) & (abs(fresh) > _LEAST_OF_OUTPUT * sizes[outputs])
-    if step.has_nonfinite:
-        known &= step.nonfinite[gradients] + step.nonfinite[outputs] == 0
-    return gradients[known], now[known] / fresh[known]
+_EQUAL = 0.01
 
 
 @rule(of="grad_output", depth=4, sums=True, law="bias")
 def bias_gradient(step: Step, memory: Memory, factor: float = 1.5, consecutive_steps: int = 5) -> list[Ill] | None:
-    """A layer's gradients have become a multiple of what its output's gradient says (warning).
+    """The gradient of a bias is not what its output's gradient says: critical from a factor on, or a warning.
 
     The gradient of a bias (of a linear layer, a convolution, a norm) is the sum of the gradient of its module's output,
-    by the chain rule. Over all channels both sums are known, and their ratio is 1, or what clipping has made of it in
-    all layers alike: then it is their median. A layer is ill if its ratio jumps, from one measured step to the next, to
-    ``factor`` = 1.5 times that or more, or to less than 1 / 1.5 of it, and stays the same to 0.5 % for
-    ``consecutive_steps`` = 5 measured steps. A ratio that is so from the first step on is a note. The law is
-    arithmetic; the figures are ours.
+    by the chain rule, in each channel. Their ratio is 1, or what clipping, or the mean over ranks, has made of it in
+    all layers alike: then it is their median. It is held against the gradients that an optimizer takes, and against
+    each rank's own (``"param_grad_local"``). What rounding leaves is known: 2^-8, half the distance between numbers of
+    bfloat16, of the sum, and of 4 deviations of a sum of so many roundings; of each row, where the gradient has no more
+    bits than those of bfloat16 or float16, in which it may have been summed. A finding names the layer, the channels,
+    if not all, and the factor. Whole factors (8, 1/8, -1, 0) are told in the second measured step in a row, others
+    where they stay the same to 0.5 % for ``consecutive_steps`` = 5, which clipping does not. It is critical from
+    ``factor`` = 1.5 on, else a warning, of at least two channels that agree as exactly as other layers keep the law.
+    Channels that have no factor in common are a warning where the layer kept the law before. Where no channels are
+    there (``Channels.every``), totals are judged.
 
     What else looks like it: by design, a module that multiplies its output after it has added the bias, a hook on
-    parameters that is meant to scale their gradients, a reversal layer or a straight-through estimator inside a module;
-    they hold from the first step on, and ``Options(laws={"bias": False})`` declares them. What to do: look at what
-    changes gradients after backward: hooks on parameters, reductions over a process group, a division that is missing
-    or done twice.
+    parameters that is meant to scale their gradients, a reversal layer or a straight-through estimator inside a module,
+    clipping parameter by parameter; ``Options(laws={"bias": False})`` declares them. What to do: look at what changes
+    gradients after backward: hooks on parameters, reductions over a process group, a division that is missing or done
+    twice.
 
-    False-positive guards: a layer is judged where its output had one gradient in the step, where its sums
-    have not cancelled, as they do between a residual stream and the norms behind it, and where other layers agree to
-    1 %. Clipping each parameter or group by itself, what is learned, and other ranks' data change a ratio from step to
-    step.
+    False-positive guards: a layer is judged where its sums have not cancelled and where other layers keep the law; one
+    whose output had several gradients in the step, if another one with as many keeps it. Clipping, what is learned, and
+    other ranks' data change a ratio from step to step; several values of one size, the largest there is, were clipped.
     """
-    gradients, ratios = bias_ratios(step)
-    if not gradients.size:
-        return None
 
-    def say(name: str, size: str, common: float, count: int, since: int, is_late: bool) -> str:
-        others = times(count, "other layer")
-        if common == 1:
+    def say(broken: Broken) -> str:
+        others = times(broken.others, "other layer")
+        name = f"{broken.name}{broken.where}"
+        if broken.factor != broken.factor:
             sentence = (
-                f"the gradient of {name} is {size} times the sum of its output's gradient, in each measured step since "
-                f"step {since}. By the chain rule it is that sum, and {others} keep{'s' * (count == 1)} to it. "
+                f"the gradient of {name} is not the sum of its output's gradient, nor a multiple of it, since step "
+                f"{broken.since}. By the chain rule it is, and {others} keep{'s' * (broken.others == 1)} to it. "
+            )
+        elif broken.common == 1:
+            sentence = (
+                f"the gradient of {name} is {broken.size} times the sum of its output's gradient, in each measured "
+                f"step since step {broken.since}. By the chain rule it is that sum, and {others} "
+                f"keep{'s' * (broken.others == 1)} to it. "
             )
         else:
             sentence = (
-                f"the gradient of {name}, over the sum of its output's gradient, is {size} times what it is in "
-                f"{others}, in each measured step since step {since}. By the chain rule it is the same in all of them. "
+                f"the gradient of {name}, over the sum of its output's gradient, is {broken.size} times what it is in "
+                f"{others}, in each measured step since step {broken.since}. By the chain rule it is the same in all. "
             )
         return sentence + (
             "Look at what changes gradients after backward: a hook on these parameters, a reduction over the wrong "
             "process group, a division that is missing or done twice."
-            if is_late
-            else "It has been so from the start: that is right where the module multiplies its output, or where a hook "
-            "is to scale these gradients; else look at reductions over process groups and at missing divisions."
+            if broken.is_late
+            else "It has been so from the start: look at reductions over process groups, and at divisions that are "
+            'missing or done twice. Where it is meant, declare it: Options(laws={"bias": False}).'
         )
 
-    return _of_one_ratio(step, memory, gradients, ratios, factor, consecutive_steps, say)
+    found: list[Ill] = []
+    for kind in _REDUCED_OR_LOCAL:
+        sides, calls = sides_of_biases(step, kind)
+        if sides is not None:
+            found += judge_ratios(step, memory, kind, sides, calls, factor, consecutive_steps, say)
+    return found
 
 
-def _biases_and_outputs(step: Step) -> Counts:
-    """``[2, pairs]``: those of `sums_of_outputs` that are of biases, where the output had one gradient."""
-    gradients, outputs, is_weight = step.once(sums_of_outputs)
-    came = (step.totals.count[gradients] > 0) & (step.totals.count[outputs] > 0)
-    result: Counts = np.array([gradients, outputs])[:, (is_weight == 0) & (step.calls[outputs] == 1) & came]
+_REDUCED_OR_LOCAL = ("param_grad", "param_grad_local")
+
+
+def sides_of_biases(step: Step, kind: str) -> tuple[Sides | None, Counts]:
+    """Gradients of biases, of a kind, and those of their outputs; how many tensors each of the latter is of."""
+    gradients, outputs = step.alike(_biases_and_outputs, kind)
+    if step.has_nonfinite and len(gradients):
+        known = step.nonfinite[gradients] + step.nonfinite[outputs] == 0
+        gradients, outputs = gradients[known], outputs[known]
+    if not len(gradients):
+        return None, gradients
+    sides = Sides.of(step, gradients, outputs)
+    if sides is None:
+        return None, gradients
+    calls = dict(zip(gradients.tolist(), step.calls[outputs].tolist(), strict=True))
+    return sides, np.array([calls[each] for each in sides.layers.tolist()], np.int64)
+
+
+def _biases_and_outputs(step: Step, kind: str) -> Counts:
+    """``[2, pairs]``: of what came in this step."""
+    pairs = step.once(_all_biases_and_outputs, kind)
+    result: Counts = pairs[:, (step.totals.count[pairs] > 0).all(0)]
+    return result
+
+
+def _all_biases_and_outputs(step: Step, kind: str) -> Counts:
+    ids, found = {site: place for place, site in enumerate(step.sites)}, []
+    for site in np.flatnonzero(step.is_kind(kind)).tolist():
+        module, _, name = step.sites[site].name.rpartition(".")
+        output = ids.get(Site(module, "grad_output"), -1)
+        if output >= 0 and name == "bias":
+            found.append((site, output))
+    result: Counts = np.array(found, np.int64).reshape(-1, 2).T
     return result
 
 
 @rule(of="param_grad_local", depth=4, law="reduction")
 def reduced_gradient(step: Step, memory: Memory, factor: float = 1.5, consecutive_steps: int = 5) -> list[Ill] | None:
-    """Reduced gradients are no mean of what the ranks brought: averaged twice, or one layer otherwise (warning).
+    """Reduced gradients are no mean of what the ranks brought: critical from a factor on, or a warning.
 
     Needs ``"param_grad_local"`` among the tensors, and ``process_group``. The gradient that an optimizer takes is the
-    mean over the ranks of what their backwards brought together, so their sums are: this ratio is 1, the number of
-    ranks where gradients are summed, or what clipping has made of it in all layers alike: then it is their median. A
-    layer is ill if its ratio jumps to ``factor`` = 1.5 times that or more, or to less than 1 / 1.5 of it, and stays the
-    same to 0.5 % for ``consecutive_steps`` = 5 measured steps; one that is so from the first step on is a note. All
-    layers are ill if their ratio is 1 over the number of ranks for as long. The law is arithmetic; the figures are
-    ours.
+    mean over the ranks of what their backwards brought together, so the sums over each of its channels are: this ratio
+    is 1, the number of ranks where gradients are summed, or what clipping has made of it in all layers alike: then it
+    is their median. Rounding leaves as much as in ``bias-gradient``, and findings come as there: whole factors (2, 1/4)
+    in the second measured step in a row, others where they stay the same to 0.5 % for ``consecutive_steps`` = 5. They
+    are critical from ``factor`` = 1.5 on. All layers are ill if their ratio is 1 over the number of ranks for two steps
+    in a row.
 
     What else looks like it: by design, a group of experts, whose gradients fewer ranks share; a loss that was divided
     by hand by the number of ranks; ``Options(laws={"reduction": False})`` declares it. What to do: look at what divides
     gradients after backward: DistributedDataParallel has done it.
 
-    False-positive guards: a parameter is judged where its sums have not cancelled, and where others agree to
-    1 %. Clipping by a norm gives another ratio in each step, the same in all layers.
+    False-positive guards: a parameter is judged where its sums have not cancelled, and where others keep the law.
+    Clipping by a norm gives another ratio in each step, the same in all layers.
     """
     if step.ranks == 1:
         return None
-    ranks, sums, sizes = step.ranks, step.sums, step.totals.l1_norm
     local = step.partner("param_grad", "param_grad_local")
-    known: Mask = (local >= 0) & (step.calls > 0) & (step.calls[local] > 0)
-    known &= (abs(sums) > _LEAST * sizes) & (abs(sums[local]) > _LEAST * sizes[local])
-    known &= np.isfinite(sums) & np.isfinite(sums[local]) & (step.nonfinite + step.nonfinite[local] == 0)
+    known: Mask = (local >= 0) & (step.totals.count > 0) & (step.totals.count[local] > 0)
+    known &= step.nonfinite + step.nonfinite[local] == 0
     gradients = np.flatnonzero(known)
-    if not gradients.size:
+    sides = Sides.of(step, gradients, local[gradients]) if gradients.size else None
+    if sides is None:
         return None
-    ratios = ranks * sums[gradients] / sums[local[gradients]]
+    ranks = step.ranks
+    sides = sides._replace(right=sides.right / ranks, rounding=sides.rounding / ranks)
 
-    def say(name: str, size: str, common: float, count: int, since: int, is_late: bool) -> str:
+    def say(broken: Broken) -> str:
+        others = times(broken.others, "other parameter")
+        name = f"{broken.name}{broken.where}"
+        if broken.factor != broken.factor:
+            return (
+                f"the reduced gradient of {name} is not the mean of what {ranks} ranks have brought, nor a multiple of "
+                f"it, since step {broken.since}; that of {others} is. Look at the reduction of this parameter."
+            )
         return (
-            f"the reduced gradient of {name}, over the mean of what {ranks} ranks have brought, is {size} times "
-            f"what it is in {times(count, 'other parameter')}, in each measured step since step {since}. "
+            f"the reduced gradient of {name}, over the mean of what {ranks} ranks have brought, is {broken.size} times "
+            f"what it is in {others}, in each measured step since step {broken.since}. "
         ) + (
             "Look at the reduction of this parameter: over which ranks, and how often."
-            if is_late
-            else "It has been so from the start: that is right where fewer ranks share it, as experts."
+            if broken.is_late
+            else "It has been so from the start: that is right where fewer ranks share it, as experts. Then declare "
+            'it: Options(laws={"reduction": False}).'
         )
 
     def say_of_all(site: None, since: int) -> str:
         return (
             f"the reduced gradients are 1/{ranks} of the mean over {ranks} ranks of what these have brought, in "
-            f"all {len(gradients)} parameters that tell, in each measured step since step {since}: they were "
+            f"all {len(told)} parameters that tell, in each measured step since step {since}: they were "
             "divided by the number of ranks twice. DistributedDataParallel has done it."
         )
 
-    is_divided = len(gradients) > 1 and bool(np.isclose(ratios, 1 / ranks, rtol=_EQUAL).all())
-    of_all = Ill(is_divided, say_of_all, 1 / ranks, 1.0, steps=consecutive_steps, key="all")
-    return [*_of_one_ratio(step, memory, gradients, ratios, factor, consecutive_steps, say), of_all]
+    factors, told = sides.factors()[0], residuals(sides)[1]
+    is_divided = len(told) > 1 and bool(np.isclose(factors[told], 1 / ranks, rtol=_EQUAL).all())
+    of_all = Ill(is_divided, say_of_all, 1 / ranks, 1.0, "critical", steps=2, key="all")
+    calls = np.ones(len(sides.layers), np.int64)
+    return [*judge_ratios(step, memory, "", sides, calls, factor, consecutive_steps, say), of_all]
 
 
 @rule(per_site=False, depth=1, law="replica")

@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 import numpy as np
 
 from hookstats.rules.engine import Ill, rule
-from hookstats.rules.formatting import number
+from hookstats.rules.formatting import number, times
+from hookstats.rules.memory import Memory
 from hookstats.rules.step import Step
 
 
 @rule(of="optimizer_law", depth=2, law="optimizer")
-def optimizer_formula(step: Step, factor: float = 1.5, consecutive_steps: int = 2) -> Ill:
+def optimizer_formula(step: Step, memory: Memory, factor: float = 1.5, consecutive_steps: int = 2) -> list[Ill]:
     """A step changes a parameter by other than the optimizer's formula says: critical from a factor on, or a warning.
 
     Needs ``"optimizer_law"`` among the tensors: at up to 4,096 elements of each parameter, what SGD, Adam
     (arXiv 1412.6980) or AdamW (arXiv 1711.05101) make of the gradient, of their states before the step, and of the
     group's lr, betas, eps, momentum and weight decay, against what the step has changed. Both agree within rounding:
-    1e-3 of the terms, 8 roundings of the parameter's dtype, and that of the written value. It is critical where an
-    element is ``factor`` = 1.5 times off, or 0, in ``consecutive_steps`` = 2 measured steps in a row, else a warning.
+    1e-3 of the terms, 8 roundings of the parameter's dtype, and that of the written value. A second moment that is less
+    than (1 - beta2) times the square of the first one, which no gradients can make of it, counts as that: so one that
+    stays 0 is found. It is critical where an element is ``factor`` = 1.5 times off, or 0, in ``consecutive_steps`` = 2
+    measured steps in a row, else a warning. What groups say is recorded as scalars (``optimizer.0.lr``); a learning
+    rate that is ``factor`` times another one than before the run was resumed, from one recorded step to the next, is a
+    warning.
 
     What else looks like it: by design, a hook on the optimizer that clips or changes gradients or parameters, each by
-    itself; ``Options(laws={"optimizer": False})`` declares it. What to do: look
-    at what changes gradients, states or parameters while the optimizer steps: a shard that is never stepped (0), a clip
-    coefficient that differs, a learning rate that is another one than the group says.
+    itself; ``Options(laws={"optimizer": False})`` declares it. What to do: look at what changes
+    gradients, states or parameters while the optimizer steps: a shard that is never stepped (0), a clip coefficient
+    that differs, a learning rate that is another one than the group says.
 
     False-positive guards: not judged are other optimizers, derived ones among them, closures, float16, gradients that a
     fused optimizer unscales, and gradients and states that lie in memory in another order than their parameter, whose
-    sampled places are other elements; ``monitor.laws()`` says how many. Moments that were loaded in a wrong order are
-    not seen: the formula holds for whatever moments there are.
+    sampled places are other elements; ``monitor.laws()`` says how many. Moments that were all loaded in one wrong order
+    are not seen: the formula holds for whatever moments there are.
     """
     judged = step.is_kind("optimizer_law") & (step.calls > 0)
     low, high = step.totals.min, step.totals.max
@@ -45,4 +52,29 @@ def optimizer_formula(step: Step, factor: float = 1.5, consecutive_steps: int = 
     def severity(site: int) -> str:
         return "critical" if not 1 / factor < far[site] < factor else "warning"
 
-    return Ill(where, say, far, factor, severity, judged=judged, steps=consecutive_steps)
+    of_formula = Ill(where, say, far, factor, severity, judged=judged, steps=consecutive_steps)
+    return [of_formula, *_resumed(step, memory, factor)]
+
+
+def _resumed(step: Step, memory: Memory, factor: float) -> list[Ill]:
+    """Learning rates that are others than those before the run was resumed."""
+    rates = {name: value for name, value in step.scalars.items() if fnmatchcase(name, "optimizer.*.lr")}
+    before, attempt = memory.get("rates", {}), memory.get("attempt", step.attempt)
+    memory["rates"], memory["attempt"] = rates or before, step.attempt
+    if attempt == step.attempt:
+        return []
+    changes = {name: value / before[name] for name, value in rates.items() if before.get(name) and value}
+    changed = {name: ratio for name, ratio in changes.items() if not 1 / factor < ratio < factor}
+    if not changed:
+        return []
+    name, ratio = max(changed.items(), key=lambda each: abs(np.log(each[1])))
+    others = times(len(changed) - 1, "other group")
+
+    def say(site: None, since: int) -> str:
+        return (
+            f"the learning rate is {number(rates[name])} since the run was resumed, and was {number(before[name])} "
+            f"before ({name}{f', and {others}' if len(changed) > 1 else ''}). Look at whether the states of the "
+            "optimizer and of its schedule were loaded."
+        )
+
+    return [Ill(True, say, ratio, factor, key="resumed")]

@@ -1,4 +1,4 @@
-"""Which laws are held against a training, where, and why others are not: `Monitor.laws`."""
+"""The laws that are held against a training, where, and why others are not: `Monitor.laws`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Law(NamedTuple):
 
 
 class Laws(Mapping[str, Law]):
-    """What `Monitor.laws` returns: each `Law` by its name. Printed, it is a table."""
+    """Each `Law` by its name, as `Monitor.laws` returns them. Printed, they are a table."""
 
     def __init__(self, laws: list[Law]) -> None:
         self._laws = {law.name: law for law in laws}
@@ -103,14 +103,14 @@ def _bias(frame: StepFrame) -> _Applied:
         if frame.sites.names[i].name.endswith(".bias")
     ]
     places = [frame.sites.place.get(Site(name, "grad_output")) for name in biases]
-    once = sum(place is not None and frame.calls[place] == 1 for place in places)
-    where = f"{once} layer{'s' if once > 1 else ''} with a bias" if once else None
+    count = sum(place is not None and frame.calls[place] > 0 for place in places)
+    where = f"{count} layer{'s' if count > 1 else ''} with a bias" if count else None
     if where and frame.rows > 1:
         return None, (
             f"one of {frame.rows} rows was read: a sum over all rows is known in the first ten measured steps, and in "
             "ten after a finding"
         )
-    return where, "no layer has a bias, and ran once in the step"
+    return where, "no layer has a bias, and a gradient of its output"
 
 
 def _cross_entropy(frame: StepFrame) -> _Applied:

@@ -1,4 +1,4 @@
-"""What a step made of a sampled element, over what the optimizer's formula makes of the gradient and the states there.
+"""The change of a sampled element by a step, over the one that the optimizer's formula makes of gradient and states.
 
 Read are the sampled places of gradients and states, before the step. "optimizer_law" of an element is 1 where both
 agree within rounding, else their ratio: 0 where nothing was stepped, 0.5 where a gradient was halved on its way.
@@ -21,13 +21,14 @@ from hookstats.watch.samples import SIZE, Sample
 KIND = "optimizer_law"
 _STATES = {SGD: ("momentum_buffer",), Adam: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")}
 _STATES[AdamW] = _STATES[Adam]
+_RECORDED = ("lr", "momentum", "eps", "weight_decay")
 # Of the terms of an update: what float32 makes of 1 - beta2 ** step (capturable, fused), and of a few roundings.
 _CLOSE, _ROUNDINGS = 1e-3, 8
 _MOST = 2.0**20  # where nothing was to be changed, and something was
 
 
 class _Read(NamedTuple):
-    """What some parameters had before their step; tensors ``[sampled elements of all]``, for us to change."""
+    """Some parameters before their step; tensors ``[sampled elements of all]``, for us to change."""
 
     owners: list[Parameter]
     group: dict[str, Any]
@@ -45,15 +46,30 @@ class OptimizerLaw:
         self._flag = flag
         self._read: list[tuple[type, _Read]] = []
         self._left_out: dict[Parameter, str] = {}
+        self._groups: list[dict[str, Any]] = []  # of this step, of all optimizers
 
     @property
     def left_out(self) -> Counter[str]:
-        """How many parameters were left out at their latest step, by the reason."""
+        """The number of parameters that were left out at their latest step, by the reason."""
         return Counter(self._left_out.values())
 
+    @property
+    def scalars(self) -> dict[str, Any]:
+        """The numbers of the groups of this step's optimizers, by names such as "optimizer.0.lr"."""
+        found: dict[str, Any] = {}
+        for number, group in enumerate(self._groups):
+            values = {name: group[name] for name in _RECORDED if name in group}
+            values |= {f"beta{place}": beta for place, beta in enumerate(group.get("betas", ()), 1)}
+            found |= {f"optimizer.{number}.{name}": value for name, value in values.items()}
+        return found
+
+    def end_step(self) -> None:
+        self._groups = []
+
     def before(self, optimizer: Any, stepping: list[Parameter]) -> None:
-        """Reads what the formula needs."""
+        """Read what the formula needs."""
         self._read = []
+        self._groups += [dict(group) for group in optimizer.param_groups]
         known = {id(each.get()): each for each in stepping if each.measures(KIND)}
         problem = _problem(optimizer)
         if problem is not None:
@@ -95,7 +111,7 @@ class OptimizerLaw:
         return _Read(owners, group, eps, states.pop("gradient"), states, step)
 
     def after(self, samples: dict[Parameter, Sample]) -> dict[Parameter, torch.Tensor]:
-        """Of each parameter the ratios; samples: with the differences that the step has made."""
+        """Return the ratios of each parameter; samples: with the differences that the step has made."""
         waiting, self._read = self._read, []
         ratios: dict[Parameter, torch.Tensor] = {}
         for kind, read in waiting:
@@ -174,6 +190,8 @@ def _adam(read: _Read, before: torch.Tensor, is_decoupled: bool) -> tuple[torch.
     (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
     is_decoupled = group.get("decoupled_weight_decay", is_decoupled)
     m, v = (read.states[name] if name in read.states else torch.zeros_like(g) for name in ("exp_avg", "exp_avg_sq"))
+    # Cauchy-Schwarz: for any gradients and beta1, what is less was zeroed, or has underflown.
+    v = torch.maximum(v, m.square().mul_(1 - beta2))
     if group["maximize"]:
         g.neg_()
     size = g.abs()

@@ -105,6 +105,11 @@ class Parameters:
         of_optimizers = {} if self._law is None else self._law.left_out
         return {"optimizer": of_optimizers, "identity": {} if self.identities is None else self.identities.reasons}
 
+    @property
+    def scalars(self) -> dict[str, Any]:
+        """What the optimizers that have stepped say of their groups, where the law of optimizers is measured."""
+        return {} if self._law is None else self._law.scalars
+
     def add(self, name: str, slot: Slot, keep_channels: bool, group_size: int | None) -> None:
         """Watches a parameter."""
         tensor = slot.get()
@@ -486,6 +491,8 @@ class Parameters:
             each.is_unclipped = False
         self._stepping.copies = {}
         self._stepping.sampled = []
+        if self._law is not None:
+            self._law.end_step()
         self._parameters.may_be_outdated = True
         self.local_gradients.look_again()
 

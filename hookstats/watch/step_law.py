@@ -1,4 +1,4 @@
-"""What changes parameters between the steps of optimizers: a sample after a measured step, against the next step's.
+"""Changes of parameters between the steps of optimizers: a sample after a measured step, against the next step's.
 
 The next step of an optimizer is looked at whether it is measured or not. What was found waits in the sample's own
 memory for the next measured one, which reports it as "outside_update".
@@ -29,15 +29,15 @@ class BetweenSteps:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the next step of an optimizer is to be looked at."""
+        """Say whether the next step of an optimizer is to be looked at."""
         return bool(self._stepped)
 
     def stepped(self, samples: dict[Parameter, Sample]) -> None:
-        """These were taken after a step."""
+        """Keep samples that were taken after a step."""
         self._stepped |= {each: sample for each, sample in samples.items() if each.measures(KIND)}
 
     def look(self, stepping: Iterable[Parameter]) -> None:
-        """Before these step: takes their samples again, and by how much they have changed."""
+        """Take samples again before these step, and by how much they have changed."""
         if is_capturing():
             return self._stepped.clear()  # a graph's replays do not come by here
         by_device: dict[torch.device, list[tuple[Parameter, Sample, torch.Tensor]]] = {}
@@ -55,7 +55,7 @@ class BetweenSteps:
             self._found |= {each: sample for each, sample, _ in found}
 
     def found(self, stepping: Iterable[Parameter]) -> dict[Parameter, Sample]:
-        """What is known of these, once."""
+        """Return the samples that were found to differ, once."""
         return {each: self._found.pop(each) for each in stepping if each in self._found and each.measures(KIND)}
 
     def _flag(self, device: torch.device) -> torch.Tensor:

@@ -81,18 +81,18 @@ def test_gradients_that_are_averaged_twice_are_named_with_the_step(
     found: dict[str, list[Finding]], case: str, since: int
 ) -> None:
     (finding,) = found[case]
-    assert (finding.severity, finding.site, finding.since, finding.step) == ("warning", None, since, since + 4)
+    assert (finding.severity, finding.site, finding.since, finding.step) == ("critical", None, since, since + 1)
     assert "are 1/3 of the mean over 3 ranks of what these have brought" in finding.sentence
 
 
 def test_a_layer_that_is_reduced_otherwise_is_named_with_the_factor(found: dict[str, list[Finding]]) -> None:
     assert {each.site.name for each in found["one layer"]} <= {"down.weight", "down.bias"}
     for finding in found["one layer"]:
-        assert (finding.severity, finding.since, finding.step) == ("warning", BREAKS, BREAKS + 4)
+        assert (finding.severity, finding.since, finding.step) == ("critical", BREAKS, BREAKS + 1)
         assert "is 4 times what it is in" in finding.sentence
     assert found["one layer"]
     for finding in found["one not shared"]:
-        assert finding.severity == "note"
+        assert (finding.severity, finding.step) == ("critical", 1)
         assert finding.site.name.startswith("down")
         assert "fewer ranks share it, as experts" in finding.sentence
     assert found["one not shared"]

@@ -141,9 +141,16 @@ MUTANTS = [
     Mutant(
         "a sum of what ranks brought is taken for averaged twice",
         "hookstats/rules/laws.py",
-        "np.isclose(ratios, 1 / ranks, rtol=_EQUAL).all()",
-        "np.isclose(ratios, ranks, rtol=_EQUAL).all()",
+        "np.isclose(factors[told], 1 / ranks, rtol=_EQUAL).all()",
+        "np.isclose(factors[told], ranks, rtol=_EQUAL).all()",
         "tests/cluster/test_reduced.py",
+    ),
+    Mutant(
+        "a layer is held against others, however many forwards each has",
+        "hookstats/rules/ratios.py",
+        "told = told[[count == 1 or count in kept for count in calls[told].tolist()]]",
+        "told = told[[count == 1 for count in calls[told].tolist()]]",
+        "tests/rules/test_laws.py -k accumulated",
     ),
     Mutant(
         "a rank's own gradient is counted once for all ranks",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from hookstats.rules import Finding, bias_gradient, judge
+from hookstats import Snapshot
+from hookstats.rules import Finding, Judge, bias_gradient, judge
 from tests.rules.trainings import OnDigits, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -38,9 +41,18 @@ def judged(
     steps: int = 40,
     before: Callable[[int], None] | None = None,
 ) -> list[Finding]:
+    return judge(snapshots_of(model, loss_of, steps, before), [bias_gradient])
+
+
+def snapshots_of(
+    model: nn.Module,
+    loss_of: Callable[[int], torch.Tensor] | None = None,
+    steps: int = 40,
+    before: Callable[[int], None] | None = None,
+) -> list[Snapshot]:
     torch.manual_seed(0)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    return judge(train(model, loss_of or OnDigits(model), optimizer, steps, before, KINDS), [bias_gradient])
+    return train(model, loss_of or OnDigits(model), optimizer, steps, before, KINDS)
 
 
 def times(model: nn.Module, name: str, factor: float, since: int = 0) -> Callable[[int], None]:
@@ -59,7 +71,7 @@ def times(model: nn.Module, name: str, factor: float, since: int = 0) -> Callabl
 def test_a_layer_whose_gradients_are_multiplied_is_named_with_its_factor(factor: float) -> None:
     ill = model()
     (found,) = judged(ill, before=times(ill, "5", factor, since=20))
-    assert (found.site, found.severity, found.since, found.step) == (("5.bias", "param_grad"), "warning", 20, 24)
+    assert (found.site, found.severity, found.since, found.step) == (("5.bias", "param_grad"), "critical", 20, 21)
     assert found.value == pytest.approx(factor, rel=1e-3)
     size = {8.0: "8", 0.125: "1/8", -1.0: "-1"}[factor]
     assert f"the gradient of 5.bias is {size} times the sum of its output's gradient" in found.sentence
@@ -72,14 +84,133 @@ def test_where_all_gradients_are_clipped_a_layer_is_held_against_the_others() ->
         each.register_hook(lambda gradient: 0.03 * gradient)
     (found,) = judged(ill, before=times(ill, "5", 8.0, since=20))
     assert (found.site, found.since, found.value) == (("5.bias", "param_grad"), 20, pytest.approx(8.0, rel=1e-3))
-    assert "over the sum of its output's gradient, is 8 times what it is in 2 other layers" in found.sentence
+    assert "over the sum of its output's gradient, is 8 times what it is in 4 other layers" in found.sentence
 
 
-def test_what_is_so_from_the_start_may_be_meant() -> None:
+def test_what_is_so_from_the_start_is_found_too_and_may_be_declared() -> None:
     ill = images()
     (found,) = judged(ill, before=times(ill, "3", 3.0))
-    assert (found.site, found.severity) == (("3.bias", "param_grad"), "note")
+    assert (found.site, found.severity, found.step) == (("3.bias", "param_grad"), "critical", 1)
     assert "It has been so from the start" in found.sentence
+    assert 'declare it: Options(laws={"bias": False})' in found.sentence
+
+
+class Residual(nn.Module):
+    """What its last layer adds to a stream that a norm reads has no sum over the channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(64, 32), nn.Linear(32, 10)
+        self.up, self.down = nn.Linear(32, 48), nn.Linear(48, 32)
+        self.norm = nn.LayerNorm(32, elementwise_affine=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        logits: torch.Tensor = self.head(self.norm(x + self.down(self.up(x).relu())))
+        return logits
+
+
+def in_channels(model: nn.Module, name: str, change: Callable[[torch.Tensor], None], since: int = 20) -> Any:
+    """What changes the gradient of a parameter from a step on."""
+    now = [False]
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        changed = gradient.clone()
+        if now[0]:
+            change(changed)
+        return changed
+
+    model.get_parameter(name).register_hook(hook)
+
+    def before(step: int) -> None:
+        now[0] = step >= since
+
+    return before
+
+
+def test_layers_whose_totals_cancel_are_judged_by_their_channels() -> None:
+    ill = Residual()
+    (found,) = judged(ill, before=times(ill, "down", 8.0, since=20))
+    assert (found.site, found.severity, found.step) == (("down.bias", "param_grad"), "critical", 21)
+    assert found.value == pytest.approx(8.0, rel=1e-3)
+    assert judged(Residual()) == []
+
+
+def test_channels_that_are_off_are_named_with_their_factor() -> None:
+    ill = model()
+    (found,) = judged(ill, before=in_channels(ill, "5.bias", lambda gradient: gradient[16:32].mul_(2)))
+    assert (found.site, found.severity, found.step) == (("5.bias", "param_grad"), "critical", 21)
+    assert "the gradient of 5.bias in channels 16 to 31 of 48 is 2 times" in found.sentence
+
+
+def test_a_small_factor_is_a_warning_where_all_channels_agree_on_it() -> None:
+    ill = model()
+    (found,) = judged(ill, before=times(ill, "5", 1.2, since=20))
+    assert (found.severity, found.step, found.value) == ("warning", 24, pytest.approx(1.2, rel=1e-3))
+
+
+def test_channels_without_a_common_factor_are_a_warning() -> None:
+    ill = model()
+
+    def change(gradient: torch.Tensor) -> None:
+        gradient[:12] += gradient.flip(0)[:12]
+
+    (found,) = judged(ill, before=in_channels(ill, "5.bias", change))
+    assert (found.site, found.severity, found.step) == (("5.bias", "param_grad"), "warning", 24)
+    assert "is not the sum of its output's gradient, nor a multiple of it, since step 20" in found.sentence
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_accumulated_gradients_a_layer_is_held_against_others_of_as_many_forwards(dtype: torch.dtype) -> None:
+    found: list[list[Finding]] = []
+    for factor in (1.0, 4.0):
+        ill = model().to(dtype)
+        data = OnDigits(ill)
+        data.images = data.images.to(dtype)
+
+        def loss_of(step: int, data: OnDigits = data) -> torch.Tensor:
+            for _ in range(2):
+                (data(step) / 3).backward()
+            return data(step) / 3
+
+        found.append(judged(ill, loss_of, before=times(ill, "5", factor, since=20)))
+    healthy, (broken,) = found
+    assert healthy == []
+    assert (broken.site, broken.severity, broken.step) == (("5.bias", "param_grad"), "critical", 21)
+
+
+def test_a_shared_layer_that_others_are_like_is_judged() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.head = nn.Linear(64, 32), nn.Linear(32, 10)
+            self.one, self.other = nn.Linear(32, 32), nn.LayerNorm(32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for _ in range(3):
+                x = self.other(x + self.one(x).relu())
+            logits: torch.Tensor = self.head(x)
+            return logits
+
+    assert judged(Shared()) == []
+    ill = Shared()
+    (found,) = judged(ill, before=times(ill, "one", 3.0, since=20))
+    assert (found.site, found.severity, found.step) == (("one.bias", "param_grad"), "critical", 21)
+
+
+def test_a_run_that_is_restored_in_between_finds_the_same() -> None:
+    ill = model()
+    taken = snapshots_of(ill, before=times(ill, "5", 8.0, since=20))
+    judge_, found = Judge([bias_gradient]), []
+    for snapshot in taken:
+        found += judge_.judge(snapshot)
+        state = json.loads(json.dumps(judge_.state()))
+        judge_ = Judge([bias_gradient])
+        assert judge_.restore(state)
+    assert [each.step for each in found] == [21]
 
 
 def test_healthy_trainings_keep_the_law() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
+import hookstats
 from hookstats.rules import Finding, judge, optimizer_formula
 from tests.rules.outside import halving, snapshots
 
@@ -89,6 +92,13 @@ def test_a_fault_is_found_with_its_place_and_factor() -> None:
     assert (clipped.site.name, clipped.severity) == ("0.weight", "warning")
 
 
+def test_a_second_moment_that_stays_0_is_found() -> None:
+    found = findings(with_hooks(OPTIMIZERS["Adam"], lambda o: None, zero_second_moment))
+    first = {each.site.name: each for each in reversed(found) if each.severity == "critical"}
+    assert {"0.weight", "0.bias", "2.bias"} <= set(first)
+    assert (first["0.weight"].step, first["0.weight"].since) == (2, 1)
+
+
 def test_an_optimizer_that_is_not_known_is_left_out() -> None:
     class Own(SGD):
         pass
@@ -96,3 +106,35 @@ def test_an_optimizer_that_is_not_known_is_left_out() -> None:
     for make in (lambda p: Own(p, 0.1), lambda p: torch.optim.RMSprop(p, 1e-3)):
         taken = snapshots(nothing, make_optimizer=make, steps=2)
         assert not [site for each in taken for site in each.order if site.tensor == "optimizer_law"]
+
+
+def resumed(path: Path, lr: float) -> Any:
+    """The findings of one attempt, and its scalars."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = AdamW(
+        [{"params": [model.weight]}, {"params": [model.bias], "lr": torch.tensor(lr, dtype=torch.float64)}], lr
+    )
+    tensors = ("param_sample", "update_sample", "optimizer_law")
+    first = 0 if not path.exists() else 5
+    with hookstats.attach(model, tensors=tensors, every=1, sinks=[hookstats.record(path, on_finding=None)]) as monitor:
+        for step in range(first, first + 5):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.step(step)
+        return [each for each in monitor.check() if each.rule == "optimizer-formula"]
+
+
+def test_a_learning_rate_that_a_resume_has_changed_is_found(tmp_path: Path) -> None:
+    assert resumed(tmp_path / "run", 1e-4) == []
+    assert resumed(tmp_path / "run", 1e-4) == []
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    (found,) = resumed(tmp_path / "copy", 1e-3)
+    assert (found.severity, found.site, found.value) == ("warning", None, pytest.approx(10))
+    assert "is 0.001 since the run was resumed, and was 0.0001 before (optimizer.0.lr, and 1 other group)" in (
+        found.sentence
+    )
+    scalars = hookstats.load(tmp_path / "run")[0].scalars
+    assert scalars["optimizer.0.lr"] == pytest.approx(1e-4)
+    assert scalars["optimizer.1.beta2"] == 0.999

@@ -92,6 +92,10 @@ def test_a_law_that_is_declared_is_not_judged(tmp_path: Path) -> None:
     assert found.severity == "critical"
     declared = hookstats.Options(laws={"cross_entropy": False})
     assert laws(tmp_path / "b", options=declared, **how)[1] == []
+    assert [each.rule for each in hookstats.load(tmp_path / "a").judge()] == ["cross-entropy-gradient"]
+    again = hookstats.load(tmp_path / "b")
+    assert again.judge() == []
+    assert [each.rule for each in again.judge([hookstats.rules.cross_entropy_gradient])] == ["cross-entropy-gradient"]
 
 
 def test_other_declarations_are_refused() -> None:

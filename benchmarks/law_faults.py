@@ -1,0 +1,162 @@
+"""The faults that laws find, by precision: ``python -m benchmarks.law_faults [WAY ...]``.
+
+A small transformer in which something goes wrong from one step on. A fault is found if its law names the place, as
+critical (or as a warning, where the factor is below 1.5), and the factor to 2 %.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+
+import hookstats
+from hookstats import Snapshot
+from hookstats.rules import Finding, judge, rules_of_laws
+from hookstats.watch.arguments import DEFAULT_TENSORS
+
+STEPS, BREAKS, MICROBATCHES = 16, 6, 4
+TENSORS = (*DEFAULT_TENSORS, "outside_update", "optimizer_law", "token_weights")
+WAYS = ("float32", "autocast", "bfloat16", "float16 with a scaler", "compiled", "accumulated")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (y.unflatten(-1, (4, -1)).transpose(1, 2) for y in self.qkv(self.norm1(x)).chunk(3, -1))
+        x = x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        result: torch.Tensor = x + self.down(gelu(self.up(self.norm2(x))))
+        return result
+
+
+class Model(nn.Sequential):
+    def __init__(self, width: int = 32, words: int = 32) -> None:
+        super().__init__(
+            nn.Embedding(words, width), Block(width), Block(width), nn.LayerNorm(width), nn.Linear(width, words)
+        )
+
+
+class Fault(NamedTuple):
+    """``gradients``, ``between``: of a parameter's name and the tensor, after backward or between two steps."""
+
+    law: str
+    place: str  # a parameter; empty: the step as a whole
+    factor: float  # NaN: none is known
+    gradient: Callable[[torch.Tensor], object] | None = None
+    in_step: Callable[[torch.optim.Optimizer, torch.Tensor], object] | None = None
+    between: Callable[[torch.Tensor], object] | None = None
+    loss: Callable[[torch.Tensor, int], torch.Tensor] = lambda loss, tokens: loss
+
+
+NAN = float("nan")
+FAULTS: dict[str, Fault] = {
+    "experts' gradients x 8": Fault("bias", "2.up.bias", 8, lambda g: g.mul_(8)),
+    "a rank divided once more (1/8)": Fault("bias", "2.qkv.bias", 0.125, lambda g: g.mul_(0.125)),
+    "reversed": Fault("bias", "4.bias", -1, lambda g: g.neg_()),
+    "a norm counted twice": Fault("bias", "1.norm2.bias", 2, lambda g: g.mul_(2)),
+    "the last norm halved": Fault("bias", "3.bias", 0.5, lambda g: g.mul_(0.5)),
+    "what is added to the residual stream x 4": Fault("bias", "1.down.bias", 4, lambda g: g.mul_(4)),
+    "the other one, x 3": Fault("bias", "2.out.bias", 3, lambda g: g.mul_(3)),
+    "half of the channels twice (a shard)": Fault("bias", "1.up.bias", 2, lambda g: g[:64].mul_(2)),
+    "a quarter of the channels lost": Fault("bias", "2.down.bias", 0, lambda g: g[8:16].zero_()),
+    "a layer x 1.7": Fault("bias", "1.qkv.bias", 1.7, lambda g: g.mul_(1.7)),
+    "a layer x 1.2": Fault("bias", "2.up.bias", 1.2, lambda g: g.mul_(1.2)),
+    "losses summed": Fault("cross_entropy", "", NAN, loss=lambda loss, tokens: loss * tokens),
+    "losses divided twice": Fault("cross_entropy", "", NAN, loss=lambda loss, tokens: loss / tokens),
+    "the loss x 3": Fault("cross_entropy", "", 3, loss=lambda loss, tokens: loss * 3),
+    "the loss x 1.2": Fault("cross_entropy", "", 1.2, loss=lambda loss, tokens: loss * 1.2),
+    "a gradient halved while it steps": Fault("optimizer", "1.up.weight", NAN, in_step=lambda o, p: p.grad.mul_(0.5)),
+    "a shard clipped by itself (0.1)": Fault(
+        "optimizer", "2.qkv.weight", NAN, in_step=lambda o, p: p.grad[:8].mul_(0.1)
+    ),
+    "never stepped": Fault("optimizer", "2.down.weight", 0, in_step=lambda o, p: setattr(p, "grad", None)),
+    "second moments of 0": Fault(
+        "optimizer", "1.out.weight", NAN, in_step=lambda o, p: o.state[p]["exp_avg_sq"].zero_() if o.state[p] else None
+    ),
+    "weights averaged in": Fault("step", "1.qkv.weight", NAN, between=lambda p: p.mul_(0.9)),
+    "a part of them written": Fault("step", "3.weight", NAN, between=lambda p: p[:4].add_(0.25)),
+}
+
+
+def trained(way: str, fault: Fault | None) -> list[Snapshot]:
+    torch.manual_seed(0)
+    model = Model().to(torch.bfloat16 if way == "bfloat16" else torch.float32)
+    run: Any = torch.compile(model, backend="aot_eager") if way == "compiled" else model
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled="scaler" in way)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    named, now, taken = dict(model.named_parameters()), [False], list[Snapshot]()
+
+    def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if fault is not None and fault.in_step is not None and now[0]:
+            fault.in_step(optimizer, named[fault.place])
+
+    microbatches = MICROBATCHES if way == "accumulated" else 1
+    half = torch.float16 if "float16 w" in way else torch.bfloat16
+    options = hookstats.Options(grad_scaler=scaler if scaler.is_enabled() else None)
+    with hookstats.attach(model, tensors=TENSORS, every=1, sinks=taken.append, options=options) as monitor:
+        optimizer.register_step_pre_hook(hook)  # behind ours
+        for step in range(STEPS):
+            now[0] = step >= BREAKS
+            losses = []
+            for microbatch in range(microbatches):
+                ids = torch.randint(32, (4, 25), generator=torch.Generator().manual_seed(10 * step + microbatch))
+                ids[:, 1::2] = ids[:, :-1:2]
+                with torch.autocast("cpu", half, enabled=way == "autocast" or "float16 w" in way):
+                    logits = run(ids[:, :-1]).flatten(0, 1)
+                loss = cross_entropy(logits.float(), ids[:, 1:].flatten())
+                losses.append(loss.detach())
+                wrong = fault.loss(loss, 96) if fault is not None and now[0] else loss
+                scaler.scale(wrong / microbatches).backward()  # type: ignore[no-untyped-call]
+            scaler.unscale_(optimizer)
+            if fault is not None and fault.gradient is not None and now[0]:
+                with torch.no_grad():
+                    gradient = named[fault.place].grad
+                    assert gradient is not None
+                    fault.gradient(gradient)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            monitor.step(loss=torch.stack(losses).mean())
+            if fault is not None and fault.between is not None and step == BREAKS:
+                with torch.no_grad():
+                    fault.between(named[fault.place])
+    return taken
+
+
+def is_found(fault: Fault, findings: list[Finding]) -> bool:
+    of_law = [each for each in findings if each.rule == rules_of_laws()[fault.law].name and each.severity != "note"]
+    places = {each.site.name if each.site is not None else "" for each in of_law}
+    if not of_law or (fault.place and places != {fault.place}):
+        return False
+    is_right = fault.factor != fault.factor or abs(of_law[0].value - fault.factor) <= 0.02 * abs(fault.factor)
+    is_small = 1 / 1.5 < fault.factor < 1.5 or fault.law == "step"
+    return is_right and of_law[0].severity == ("warning" if is_small else "critical")
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    ways = sys.argv[1:] or WAYS
+    print(f"| fault | law | {' | '.join(ways)} |\n|---|---|{'---|' * len(ways)}", flush=True)
+    healthy = [len(judge(trained(way, None), list(rules_of_laws().values()))) for way in ways]
+    print(f"| none: findings | | {' | '.join(map(str, healthy))} |", flush=True)
+    counts = [0] * len(ways)
+    for name, fault in FAULTS.items():
+        found = [is_found(fault, judge(trained(way, fault), list(rules_of_laws().values()))) for way in ways]
+        counts = [a + b for a, b in zip(counts, found, strict=True)]
+        print(f"| {name} | {fault.law} | {' | '.join('found' if each else 'no' for each in found)} |", flush=True)
+    print(f"| found of {len(FAULTS)} | | {' | '.join(map(str, counts))} |")
+
+
+if __name__ == "__main__":
+    main()
