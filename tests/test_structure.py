@@ -62,7 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     }
     | {"attaching", "tools", "watch"},
     "integrations": {"__init__"},
-    "terminal": {"numbers", "records", "rules"},
+    "terminal": {"_locks", "numbers", "records", "rules"},
     "serve": {"numbers", "records", "report", "rules", "terminal"},
     "doctor": {"__init__", "_native"},
     "__main__": {"__init__", "doctor", "records", "report", "rules", "serve", "terminal"},

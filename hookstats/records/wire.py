@@ -27,7 +27,7 @@ def _read_as(what: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise RingError(f"expected {what}, got {error!r}") from None
+        raise RingError(f"expected {what}, got {type(error).__name__}: {str(error)[:300]}") from None
 
 
 def of_sites(number: int, sites: Sites) -> list[NDArray[Any]]:

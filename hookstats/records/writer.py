@@ -6,7 +6,6 @@ on: a step counts, and its room in the ring is free, from the moment the file wi
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import select
@@ -19,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hookstats._locks import Lock
 from hookstats._warn import warn
 from hookstats.numbers.frame import Sites, StepFrame
 from hookstats.numbers.given import Given
@@ -241,19 +241,21 @@ class KnownSites:
 @contextmanager
 def locked(folder: Path, seconds: float) -> Iterator[None]:
     """One process at a time writes into a folder. TimeoutError where another one does for so long."""
-    with open(os.open(folder / "lock", os.O_WRONLY | os.O_CREAT | NO_LINK, 0o666), "w") as file:
-        end = time.monotonic() + seconds
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise TimeoutError(
-                        f"{folder}: expected that nobody writes there, but another process does"
-                    ) from None
-                time.sleep(0.05)
+    end = time.monotonic() + seconds
+    while True:
+        descriptor = os.open(folder / "lock", os.O_WRONLY | os.O_CREAT | NO_LINK, 0o666)
+        try:
+            lock = Lock(descriptor)
+            break
+        except BlockingIOError:
+            os.close(descriptor)
+            if time.monotonic() > end:
+                raise TimeoutError(f"{folder}: expected that nobody writes there, but another process does") from None
+            time.sleep(0.05)
+    try:
         yield
+    finally:
+        lock.close()
 
 
 def _judge_after(folder: Path, rules: Sequence[Rule | Function], rank: int, attempt: int) -> Judge:

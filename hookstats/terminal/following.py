@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import time
 from collections import deque
 from contextlib import suppress
@@ -11,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hookstats._locks import is_locked
 from hookstats.numbers.fields import Array, Site
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.records.attempts import attempts_in, is_training, open_attempts, path_of, read_attempt
@@ -139,13 +139,8 @@ class Followed:
 
     def _is_written(self) -> bool:
         """Whether another process holds the folder's lock: a writer that is not done."""
-        try:
-            with open(self.folder / "lock") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            pass
+        with suppress(OSError), open(self.folder / "lock") as file:
+            return is_locked(file.fileno())
         return False
 
     def values(self, name: str, most: int) -> list[float]:
