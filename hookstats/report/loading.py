@@ -59,7 +59,7 @@ class _Loaded:
             _name(self._run),
             self._sites,
             steps,
-            lambda name: planes(self._reader, self._timeline, self._row, [name], 0, len(steps))[name],
+            lambda names: planes(self._reader, self._timeline, self._row, names),
             self._snapshots,
             self._detailed(),
             self._timeline.time / 1e6,

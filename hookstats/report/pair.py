@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,12 +40,13 @@ class Pair:
         rows = np.array([self.place[site] for site in run.sites], np.int64)
         where = np.ix_(rows, np.searchsorted(self.steps, run.steps))
 
-        def statistic(name: str) -> Array:
-            plane = np.full((len(self.sites), len(self.steps)), np.nan)
-            plane[where] = run.statistic(name)
-            return plane
+        def planes(names: Sequence[str]) -> dict[str, Array]:
+            found = {name: np.full((len(self.sites), len(self.steps)), np.nan) for name in names}
+            for name, plane in run.planes(names).items():
+                found[name][where] = plane
+            return found
 
-        return replace(run, sites=self.sites, steps=self.steps, statistic=statistic)
+        return replace(run, sites=self.sites, steps=self.steps, planes=planes)
 
     def ordered(self) -> list[Site]:
         """All sites in the order of execution: what only the second has stands behind what it has before it."""

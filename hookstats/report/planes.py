@@ -35,14 +35,15 @@ _CELLS = 250_000  # of a line's plane, so that a page of 1,000 sites stays below
 _AT_ONCE = 64  # rows: what is put together of them is below 100 MB for 10,000 steps
 
 # Of each heatmap: its name on the page, how its values are told ("scale": by factors, "share": from 0 to 1, "signed":
-# from -1 to 1) and from which statistics it follows.
-STATISTICS: dict[str, tuple[str, str]] = {
-    "rms": ("rms", "scale"),
-    "abs_max": ("largest |x|", "scale"),
-    "peak": ("largest |x| / rms", "scale"),
-    "centre": ("mean / rms", "signed"),
-    "zeros": ("share of zeros", "share"),
+# from -1 to 1) and which statistic it is, or the quotient of which two: of a tensor of zeros that is silent.
+STATISTICS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "rms": ("rms", "scale", ("rms",)),
+    "abs_max": ("largest |x|", "scale", ("abs_max",)),
+    "peak": ("largest |x| / rms", "scale", ("abs_max", "rms")),
+    "centre": ("mean / rms", "signed", ("mean", "rms")),
+    "zeros": ("share of zeros", "share", ("zeros", "count")),
 }
+_BAD = "nans+posinfs+neginfs"
 # Name of a line, its statistic, and how a column is made of steps.
 LINES: dict[str, tuple[str, Callable[[Array, Counts], Array]]] = {
     "rms": ("rms", average),
@@ -56,22 +57,22 @@ LINES: dict[str, tuple[str, Callable[[Array, Counts], Array]]] = {
 }
 
 
-def numbers_of(statistic: Callable[[str], Array], key: str) -> Array:
-    """``[n, t]`` of one of `STATISTICS`; NaN where a site was silent. statistic: gives planes by their names."""
+def values_and_bad(recorded: Recorded, key: str) -> tuple[Array, Array]:
+    """Return ``[n, t]`` of one of `STATISTICS`, and of how many values were not finite; NaN where a site was silent."""
+    names = STATISTICS[key][2]
+    found = recorded.planes([*names, _BAD])
+    return _quotient(found, names), found[_BAD]
+
+
+def values_of(recorded: Recorded, key: str) -> Array:
+    """Return the first of these alone."""
+    names = STATISTICS[key][2]
+    return _quotient(recorded.planes(names), names)
+
+
+def _quotient(found: dict[str, Array], names: tuple[str, ...]) -> Array:
     with np.errstate(divide="ignore", invalid="ignore"):
-        if key == "zeros":
-            return statistic("zeros") / statistic("count")
-        if key in ("peak", "centre"):
-            return statistic("abs_max" if key == "peak" else "mean") / statistic("rms")  # of a tensor of zeros: silent
-    return statistic(key)
-
-
-def bad_of(recorded: Recorded) -> Array:
-    """``[n, t]``: how many values were not finite; NaN where a site was silent."""
-    result = recorded.statistic("nans")
-    result += recorded.statistic("posinfs")
-    result += recorded.statistic("neginfs")
-    return result
+        return found[names[0]] if len(names) == 1 else found[names[0]] / found[names[1]]
 
 
 def change(values: Array, kind: str) -> Array:
@@ -89,7 +90,7 @@ def told(is_pair: bool = False) -> dict[str, dict[str, Any]]:
     """What is said of the heatmaps, by the names of their statistics."""
     return {
         key: {"title": title, "kind": kind, "unit": UNITS[kind]} | ({"difference": DIFFERENCE[kind]} if is_pair else {})
-        for key, (title, kind) in STATISTICS.items()
+        for key, (title, kind, _) in STATISTICS.items()
     }
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from hookstats.numbers.fields import Array, Site
 from hookstats.numbers.kinds import kind_of
-from hookstats.report.planes import COLUMNS, STATISTICS, bad_of, change, numbers_of
+from hookstats.report.planes import COLUMNS, STATISTICS, change, values_and_bad
 from hookstats.report.record import Recorded
 from hookstats.report.reducing import edges, farthest, largest, marks
 from hookstats.report.writing import in_order
@@ -32,9 +32,9 @@ def plot(recorded: Recorded, statistic: str, tensor: str, relative: bool, log: b
     if not rows:
         known = ", ".join(dict.fromkeys(site.tensor for site in recorded.sites))
         raise ValueError(f"plot: expected a tensor of {known}; got {tensor!r}")
-    title, kind = STATISTICS[statistic]
+    title, kind, _ = STATISTICS[statistic]
     begin = edges(len(recorded.steps), COLUMNS)
-    values, bad = numbers_of(recorded.statistic, statistic)[rows], bad_of(recorded)[rows]
+    values, bad = (each[rows] for each in values_and_bad(recorded, statistic))
     cells, norm, colours, label = _cells(values, kind, title, begin, relative, log, Normalize, LogNorm)
     if axes is None:
         height = min(max(0.17 * len(rows), 1.6), 9.0) + 0.9

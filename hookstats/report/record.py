@@ -18,16 +18,17 @@ class Recorded:
     """A run, read as far as it is asked for.
 
     ``sites``: n of them, in order of execution. ``steps`` ``[t]``: those that were measured, ascending. ``scalars``:
-    by name, steps ``[m]``, measured or not, and values ``[m]``. ``statistic``: by the name of a row of `Stats`, its
-    totals ``[n, t]``, NaN where a site was silent. ``snapshots``: those of some steps, with these sites at least,
-    channels and histograms where they were kept; ``detailed``: the steps in which they were. ``skipped``: of a site,
-    the reason, how many tensors in all (None: given up), since which step.
+    by name, steps ``[m]``, measured or not, and values ``[m]``. ``planes``: by the names of rows of `Stats`, or of
+    sums ("nans+posinfs"), their totals ``[n, t]``, NaN where a site was silent; several are read at once.
+    ``snapshots``: those of some steps, with these sites at least, channels and histograms where they were kept;
+    ``detailed``: the steps in which they were. ``skipped``: of a site, the reason, how many tensors in all (None: given
+    up), since which step.
     """
 
     name: str
     sites: list[Site]
     steps: Counts
-    statistic: Callable[[str], Array]
+    planes: Callable[[Sequence[str]], dict[str, Array]]
     snapshots: Callable[[Sequence[int], Sequence[Site]], Iterable[Snapshot]]
     detailed: Counts
     times: Array | None = None
@@ -35,6 +36,10 @@ class Recorded:
     findings: Sequence[Finding] = ()
     skipped: Sequence[tuple[Site, Skipped, int]] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def statistic(self, name: str) -> Array:
+        """Return one of ``planes``."""
+        return self.planes([name])[name]
 
     @classmethod
     def of(cls, snapshots: Sequence[Snapshot], name: str = "snapshots", findings: Sequence[Finding] = ()) -> Recorded:
@@ -46,12 +51,13 @@ class Recorded:
         sites = ordered([sites, *snapshots])
         row = {site: i for i, site in enumerate(sites)}
 
-        def statistic(wanted: str) -> Array:
-            plane = np.full((len(sites), len(steps)), np.nan)
+        def planes(wanted: Sequence[str]) -> dict[str, Array]:
+            found = {name: np.full((len(sites), len(steps)), np.nan) for name in wanted}
             for t, snapshot in enumerate(snapshots):
                 rows = [row[site] for site in snapshot.order]
-                plane[rows, t] = getattr(snapshot.totals, wanted)
-            return plane
+                for name, plane in found.items():
+                    plane[rows, t] = sum(getattr(snapshot.totals, each) for each in name.split("+"))
+            return found
 
         def chosen(wanted: Sequence[int], _: Sequence[Site]) -> Iterator[Snapshot]:
             asked = set(wanted)
@@ -65,7 +71,7 @@ class Recorded:
         scalars = by_name((step, name, value) for step, each in given.items() for name, value in each.items())
         skipped = together((site, why, each.step) for each in snapshots for site, why in each.skipped.items())
         detailed = steps[[_is_detailed(snapshot) for snapshot in snapshots]]
-        return cls(name, sites, steps, statistic, chosen, detailed, None, scalars, findings, skipped)
+        return cls(name, sites, steps, planes, chosen, detailed, None, scalars, findings, skipped)
 
 
 def by_name(rows: Iterable[tuple[int, str, float]]) -> dict[str, tuple[Counts, Array]]:

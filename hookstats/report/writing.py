@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hookstats.numbers.fields import Counts, Site
+from hookstats.numbers.fields import Array, Counts, Site
 from hookstats.numbers.kinds import is_of_module, kind_of
 from hookstats.report import detail, planes
 from hookstats.report.pair import Pair
@@ -51,12 +51,13 @@ class Contents:
         self._pair = None if second is None else Pair(recorded, second)
         self._runs = [recorded] if self._pair is None else [self._pair.first, self._pair.second]
         self._begin = edges(len(self._runs[0].steps), planes.COLUMNS)
-        bad = [planes.bad_of(run) for run in self._runs]
-        self._is_bad = [marks(each, self._begin) for each in bad]
-        known = [~np.isnan(each) for each in bad]
-        self._bad = float(bad[0].sum(where=known[0]))
+        # What the first picture shows is read together with what the record says: reading is most of the time.
+        both = [planes.values_and_bad(run, "rms") for run in self._runs]
+        self._is_bad = [marks(bad, self._begin) for _, bad in both]
+        known = [~np.isnan(bad) for _, bad in both]
+        self._bad = float(both[0][1].sum(where=known[0]))
         self.record = self._record([each.sum(axis=1) for each in known])
-        self._made: dict[str, dict[str, bytes]] = {}
+        self._made: dict[str, dict[str, bytes]] = {"rms": self._heatmaps("rms", [values for values, _ in both])}
         details = (f"details.{place}" for place in range(len(self.record["sites"])))
         self._locks = {group: threading.Lock() for group in (*planes.STATISTICS, "line", "more", *details)}
         self.seconds = time.monotonic() - began
@@ -76,7 +77,7 @@ class Contents:
         """The whole record, and all bytes but those that belong to it; pictures of as many sites as have room."""
         blobs: dict[str, bytes] = {}
         for key in planes.STATISTICS:
-            blobs |= self._heatmaps(key)
+            blobs |= self._made.get(key) or self._make(key)
         codes = np.frombuffer(blobs["rms.relative"], np.uint8).reshape(len(self.record["sites"]), -1)
         own = self._own
         detailed = detail.worth_showing(own, planes.restless(codes[: len(own.sites)])) if len(own.detailed) else []
@@ -85,7 +86,7 @@ class Contents:
 
     def _make(self, group: str) -> dict[str, bytes]:
         if group in planes.STATISTICS:
-            return self._heatmaps(group)
+            return self._heatmaps(group, [planes.values_of(run, group) for run in self._runs])
         if group == "line":
             return self._lines()
         if group == "more":
@@ -94,9 +95,9 @@ class Contents:
         is_seen = place < len(self._own.sites) and len(self._own.detailed)
         return detail.details(self._own, [place]) if is_seen else {group: b"{}"}
 
-    def _heatmaps(self, key: str) -> dict[str, bytes]:
+    def _heatmaps(self, key: str, values: list[Array]) -> dict[str, bytes]:
+        """values: of each run."""
         kind = planes.STATISTICS[key][1]
-        values = [planes.numbers_of(run.statistic, key) for run in self._runs]
         found: dict[str, bytes] = {}
         for of, each, is_bad in zip(("", "other_"), values, self._is_bad, strict=False):
             relative, absolute = planes.heatmap(each, kind, is_bad)

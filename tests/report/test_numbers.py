@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -63,11 +64,11 @@ def test_one_step_that_is_eight_times_the_past_is_seen_among_ten_in_a_column() -
     values[0, 12_345] = 8.0
     none = np.zeros_like(values)
 
-    def statistic(name: str) -> np.ndarray:
-        return (none if name in ("nans", "posinfs", "neginfs") else values).copy()
+    def planes(names: Sequence[str]) -> dict[str, np.ndarray]:
+        return {name: (none if "nans" in name else values).copy() for name in names}
 
     detailed = np.empty(0, np.int64)
-    made = Recorded("long", [Site("a", "output")], np.arange(20_000), statistic, lambda *_: [], detailed)
+    made = Recorded("long", [Site("a", "output")], np.arange(20_000), planes, lambda *_: [], detailed)
     _, blobs = contents(made)
     codes = np.frombuffer(blobs["rms.relative"], np.uint8)
     assert len(codes) == 1000
@@ -283,7 +284,7 @@ def test_nothing_measured_has_no_page() -> None:
 def test_a_page_that_cannot_be_written_leaves_the_old_one(recorded: Recorded, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     path.write_text("old")
-    bad = Recorded("bad", [], recorded.steps, recorded.statistic, recorded.snapshots, recorded.detailed)
+    bad = Recorded("bad", [], recorded.steps, recorded.planes, recorded.snapshots, recorded.detailed)
     with pytest.raises(ValueError, match="something was measured"):
         write(bad, path)
     assert path.read_text() == "old"
