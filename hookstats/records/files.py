@@ -22,7 +22,6 @@ class Output(io.RawIOBase):
     """A new file, written by os.write alone, so that a test can let every single call fail."""
 
     def __init__(self, path: Path) -> None:
-        self._is_abandoned = False
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | NO_LINK, 0o666)
 
     def writable(self) -> bool:
@@ -30,7 +29,7 @@ class Output(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        while len(view) and not self._is_abandoned:
+        while len(view):
             view = view[os.write(self._descriptor, view) :]
         return memoryview(data).nbytes
 
@@ -43,13 +42,6 @@ class Output(io.RawIOBase):
     def close(self) -> None:
         if not self.closed:
             super().close()
-            if not self._is_abandoned:
-                os.close(self._descriptor)
-
-    def abandon(self) -> None:
-        """Write nothing more: Arrow writes a footer when its writer is collected."""
-        if not (self.closed or self._is_abandoned):
-            self._is_abandoned = True
             os.close(self._descriptor)
 
 
@@ -78,10 +70,14 @@ def sync_directory(path: Path) -> None:
 def write_whole(path: Path, content: bytes) -> None:
     """The file has either its old content or this one, whatever happens meanwhile."""
     temporary = path.with_name(path.name + TEMPORARY)
-    with Output(temporary) as output:
-        output.write(content)
-        output.sync()
-    rename(temporary, path)
+    try:
+        with Output(temporary) as output:
+            output.write(content)
+            output.sync()
+        rename(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     sync_directory(path.parent)
 
 

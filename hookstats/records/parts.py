@@ -123,8 +123,10 @@ class OpenPart:
         files.rename(self._path, self._path.with_name(str(name)))
 
     def abandon(self) -> None:
-        """Raise nothing: what is left of it is removed when the directory is opened again."""
-        self._output.abandon()
+        """Raise nothing: what is left of it is removed when the directory is opened again.
+
+        Arrow writes a footer when its writer is collected, into a file without a name.
+        """
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
 

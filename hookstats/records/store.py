@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -31,25 +31,6 @@ FAN_IN = 4  # files that become one
 LARGE = 16 << 20  # bytes: such a file is not made larger, so that one step is not spread over the whole run
 _OF_SITES = {"totals": encoding.totals_of, "channels": encoding.channels_of, "histograms": encoding.histograms_of}
 _SMALL = ("steps", "scalars", "samples")
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
-
-def _all_or_broken(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    """What fails half way leaves memory and disk apart: from then on the disk alone says how things are."""
-
-    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        store: Any = args[0]
-        if store._broken:
-            raise RuntimeError(f"{store.folder}: closed, or an earlier call failed; expected a new Store")
-        try:
-            return method(*args, **kwargs)
-        except BaseException:
-            store.close()
-            raise
-
-    checked.__doc__, checked.__name__ = method.__doc__, method.__name__
-    return checked
 
 
 class Progress(NamedTuple):
@@ -72,7 +53,6 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.set_aside: list[Damaged] = []
-        self._broken = False
         self._attempt: Attempt | None = None
         self._progress = Progress()
         self._open: dict[str, OpenPart] = {}
@@ -143,9 +123,7 @@ class Store:
         for part in self._open.values():
             part.abandon()
         self._forget()
-        self._broken = True
 
-    @_all_or_broken
     def begin(self, attempt: int, settings: dict[str, Any]) -> None:
         """An attempt of a higher number than all before, or one that has not ended, after its writer has died.
 
@@ -187,7 +165,6 @@ class Store:
         """The position in the attempt's ring up to which everything is committed; 0 for an attempt not begun."""
         return self._progress_of(attempt).consumed
 
-    @_all_or_broken
     def add(self, frame: StepFrame) -> None:
         """A step, which counts with the next `commit`. What is kept of it is copied."""
         attempt = self._begun()
@@ -211,7 +188,6 @@ class Store:
         self._added += 1
         self._flush_many_rows()
 
-    @_all_or_broken
     def add_given(self, given: Given, time: float) -> None:
         """Of steps that are not recorded; it counts with the next `commit`.
 
@@ -257,7 +233,6 @@ class Store:
             raise RuntimeError("expected begin(attempt, settings) before this")
         return self._attempt
 
-    @_all_or_broken
     def commit(self, consumed: int) -> None:
         """All that was added counts, and the ring is consumed up to here; or, with an OSError, neither."""
         attempt, before = self._begun(), self._progress
@@ -282,7 +257,6 @@ class Store:
         self._forget()
         pa.default_memory_pool().release_unused()
 
-    @_all_or_broken
     def finish(self, attempt: int, how: str = "closed", dropped: int = 0, told: dict[str, Any] | None = None) -> None:
         """The attempt has ended, as `Attempt.ended` says it. dropped: steps for which the ring had no room.
 
@@ -294,7 +268,6 @@ class Store:
         end_attempt(self.folder, self._begun(), how, dropped, told or {})
         self._attempt = None
 
-    @_all_or_broken
     def merge(self, between: Callable[[], object] = lambda: None) -> bool:
         """Make one file of several of a table, where there are enough; True: some were merged.
 

@@ -13,7 +13,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -353,11 +353,9 @@ def recover(path: str | os.PathLike[str]) -> dict[str, list[int]]:
         raise ValueError(no_run(Path(path)))
     found = {}
     for folder in folders:
-        with locked(folder, 2.0):
-            store = Store(folder)
+        with locked(folder, 2.0), closing(Store(folder)) as store:
             store.check_rows()
             found[folder.name] = drain_left(store, folder)
-            store.close()
             for error in store.set_aside:
                 warn(f"{error}; it is set aside as {error.path.name}{DAMAGED}")
     return found
@@ -370,14 +368,13 @@ def run(folder: Path, number: int, wake: int, judges: Mapping[str, Any]) -> None
         with locked(folder, _LOCK_SECONDS):
             attempt = read_attempt(folder, number)
             _drain_others(folder, number)
-            store = Store(folder)
-            if attempt.ended is None:
-                _follow(Intake(store, folder, attempt, judges), store, wake)
-            else:
-                tidy(ring.path)
-            while store.merge():
-                pass
-            store.close()
+            with closing(Store(folder)) as store:
+                if attempt.ended is None:
+                    _follow(Intake(store, folder, attempt, judges), store, wake)
+                else:
+                    tidy(ring.path)
+                while store.merge():
+                    pass
     except BaseException as error:
         ring.fail(f"{type(error).__name__}: {error}")
         raise
@@ -385,15 +382,18 @@ def run(folder: Path, number: int, wake: int, judges: Mapping[str, Any]) -> None
 
 def _drain_others(folder: Path, number: int) -> None:
     """What earlier attempts left is taken up before. Whatever is wrong with it stops nothing that is new."""
-    store = Store(folder)
-    try:
-        drain_left(store, folder, number)
-    except (ValueError, RuntimeError, KeyError, TypeError) as error:  # of another machine, where it can be recovered
-        print(error, file=sys.stderr)
-    finally:
+    with closing(Store(folder)) as store:
+        try:
+            drain_left(store, folder, number)
+        except (
+            ValueError,
+            RuntimeError,
+            KeyError,
+            TypeError,
+        ) as error:  # of another machine, where it can be recovered
+            print(error, file=sys.stderr)
         for damaged in store.set_aside:
             print(f"{damaged}; it is set aside", file=sys.stderr)
-        store.close()
 
 
 def _follow(intake: Intake, store: Store, wake: int) -> None:

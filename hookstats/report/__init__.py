@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from hookstats.numbers.snapshot import Snapshot
+from hookstats.records.files import write_whole
 from hookstats.report import plotting
-from hookstats.report.page import Shown, page, put
+from hookstats.report.page import Shown, page
 from hookstats.report.record import Recorded
 from hookstats.report.writing import Contents
 
@@ -45,7 +46,8 @@ def write(
     written.
     """
     path = Path(output)
-    put(_html(of(run), other), path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, _html(of(run), other).encode())
     return path
 
 

@@ -6,12 +6,10 @@ import base64
 import gzip
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from functools import cache
 from html import escape
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 _ASSETS = files("hookstats.report") / "assets"
@@ -144,14 +142,3 @@ class Shown:
         title = f'title="{escape(f"hookstats report: {self._name}")}"'
         where = f'sandbox="allow-scripts" height="{self._height}" style="width: 100%; border: 0"'
         return f'<iframe {title} {where} srcdoc="{escape(self._page)}"></iframe>'
-
-
-def put(text: str, output: Path) -> None:
-    """A page is there whole, or the one that was there stays."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.with_name(f".{output.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8", newline="\n")
-        temporary.replace(output)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -338,17 +338,6 @@ def test_nothing_counts_that_is_not_on_the_disk(tmp_path: Path, monkeypatch: pyt
     assert not ordered.renamed
 
 
-def test_after_a_failure_a_store_refuses_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(tmp_path)
-    store.begin(0, {})
-    store.add(recorded.measured(0))
-    monkeypatch.setattr(files, "os", Failing(1))
-    with pytest.raises(OSError, match="no space"):
-        store.commit(1)
-    with pytest.raises(RuntimeError, match="expected a new Store"):
-        store.add(recorded.measured(1))
-
-
 # At which call a writer dies: amid a write, when a file has its name, or is on the disk. At least so many of them come
 # while all is written.
 CALLS = {"write": 4000, "replace": 140, "fsync": 260}

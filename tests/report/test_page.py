@@ -433,7 +433,8 @@ def test_a_few_steps_have_a_label_each(chromium: Browser, tmp_path: Path) -> Non
         " fill.call(this, text, ...more); }"
     )
     chromium.look(1280, dark=True)  # draws all of it anew
-    chromium.wait("said.some(([of]) => of.startsWith('Channels over time'))")
+    for drawn in ("Channels over time", "Values over time", "heat-cells"):
+        chromium.wait(f"said.some(([of]) => of.startsWith({drawn!r}))")
     said = chromium.run("said.filter(([of]) => of === 'heat-cells').map(([, text]) => text)")
     assert [each for each in said if re.fullmatch(r"\d+", each)] == ["0", "1", "2"]
     of_values = chromium.run("said.filter(([of]) => of.startsWith('Values over time')).map(([, text]) => text)")
