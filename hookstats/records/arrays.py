@@ -14,7 +14,7 @@ _DTYPES[pa.timestamp("us")] = np.int64
 
 
 def to_arrow(values: NDArray[Any], kind: pa.DataType, is_null: NDArray[np.bool_] | None = None) -> pa.Array:
-    """Of one of these types; the array must stay as it is."""
+    """Return an Arrow array of one of these types; the numpy array must stay as it is."""
     array: NDArray[Any] = np.ascontiguousarray(values, _DTYPES[kind])
     bits = np.packbits(array, bitorder="little") if kind == pa.bool_() else array
     valid = None if is_null is None or not is_null.any() else pa.py_buffer(np.packbits(~is_null, bitorder="little"))
@@ -34,7 +34,7 @@ def from_list(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
 
 
 def to_numpy(column: pa.Array | pa.ChunkedArray) -> NDArray[Any]:
-    """Where an entry is null it is anything."""
+    """Return the values; where an entry is null, anything."""
     if isinstance(column, pa.ChunkedArray):
         chunks = [to_numpy(chunk) for chunk in column.chunks]
         return chunks[0] if len(chunks) == 1 else np.concatenate([np.empty(0, _DTYPES[column.type]), *chunks])

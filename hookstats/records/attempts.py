@@ -70,7 +70,7 @@ def read_attempt(folder: Path, attempt: int) -> Attempt:
 
 
 def attempts_in(folder: Path) -> list[Attempt]:
-    """All of which something lies there, ascending. Of one whose file is damaged, no more than its number is known."""
+    """Return all attempts that left something, ascending. Of one whose file is damaged, only the number is known."""
     with_steps = {name.attempt for parts in list_parts(folder).counting.values() for name in parts}
     found = []
     for number in sorted({*_numbers(folder), *with_steps}):
@@ -83,7 +83,7 @@ def attempts_in(folder: Path) -> list[Attempt]:
 
 
 def open_attempts(folder: Path) -> list[int]:
-    """Those that have not ended, as far as can be told: what a damaged file says is not known."""
+    """Return the attempts that have not ended. One whose file is damaged is among them: nobody knows."""
     found = []
     for number in sorted(_numbers(folder)):
         with suppress(FileNotFoundError):
@@ -148,7 +148,7 @@ def end_attempt(folder: Path, attempt: Attempt, ended: str, dropped: int, told: 
 
 
 def is_training(folder: Path, number: int, attempt: Attempt | None) -> bool:
-    """Whether the process of an attempt lives. attempt: what stands in its file; None: that cannot be read."""
+    """Tell whether the process of an attempt lives. attempt: what its file says; None: it cannot be read."""
     if attempt and attempt.is_of_this_machine and attempt.started == started_at(attempt.pid) is not None:
         return True
     try:
@@ -162,7 +162,7 @@ def is_training(folder: Path, number: int, attempt: Attempt | None) -> bool:
 
 
 def machine() -> dict[str, str]:
-    """What tells this machine from others: its name, and what its kernel drew when it started.
+    """Return what tells this machine from others: its name, and what its kernel drew when it started.
 
     A container has a name of its own, and another one each time it is made anew; its kernel is that of its machine.
     """

@@ -36,7 +36,7 @@ def finished(wholes: Array, scales: Array) -> Stats[Array]:
 
 
 def columns_for(names: Sequence[str], present: Collection[str]) -> list[str]:
-    """Those to be read of a file that has only some, so that `completed` can give these."""
+    """Return which columns to read of a file that lacks some, so that `completed` can add these."""
     there = [name for name in names if name in present]
     return there if len(there) == len(names) else list(dict.fromkeys([*there, *_SOURCES]))
 

@@ -20,7 +20,7 @@ _NULL = -(2**31)  # in integers of totals, until they are a table
 
 
 class Key(NamedTuple):
-    """What every row of a step begins with."""
+    """The columns that every row of a step begins with."""
 
     step: int
     time: int  # microseconds since the epoch
@@ -61,13 +61,13 @@ def totals_of(frame: StepFrame, key: Key, ids: Counts) -> Iterator[tuple[Columns
 
 
 def channels_of(frame: StepFrame, key: Key, ids: Counts) -> Iterator[tuple[Columns, int]]:
-    """The states of more than one channel, a few MB at a time: ``lengths`` of rows, ``lists`` ``[fields, all]``."""
+    """Columns of states of several channels, a few MB at a time: ``lengths`` of rows, ``lists`` ``[fields, all]``."""
     wide = np.flatnonzero(frame.sites.channels > 1).tolist()
     return _lists_of(frame, key, ids, wide, frame.state)
 
 
 def histograms_of(frame: StepFrame, key: Key, ids: Counts) -> Iterator[tuple[Columns, int]]:
-    """The same of histograms."""
+    """Columns of histograms, in the same form."""
     measured = np.flatnonzero(frame.sites.counters).tolist()
     return _lists_of(frame, key, ids, measured, lambda i: np.asarray(frame.histogram(i)).reshape(1, -1))
 
@@ -87,7 +87,7 @@ def _lists_of(
 
 
 def sites_table(table: str, rows: list[Columns], sites: list[Site]) -> pa.Table:
-    """Of what `totals_of`, `channels_of` or `histograms_of` has given for several steps."""
+    """Make a table of what `totals_of`, `channels_of` or `histograms_of` gave for several steps."""
     columns = {name: np.concatenate([each[name] for each in rows], axis=-1) for name in rows[0]}
     if table == "totals":
         return _table(table, _finished(columns), sites)
@@ -132,7 +132,7 @@ def step_row(frame: StepFrame, key: Key, sites: int) -> dict[str, Any]:
 
 
 def scalar_rows(scalars: Mapping[str, float], key: Key, measured: bool) -> list[dict[str, Any]]:
-    """Of a step; key: with its number."""
+    """Rows of a step's scalars. key: with the step's number."""
     return [
         {**key._asdict(), "name": plain(name), "value": value, "measured": measured} for name, value in scalars.items()
     ]
@@ -147,7 +147,7 @@ def sample_rows(sample_ids: Mapping[int, Counts], key: Key) -> list[dict[str, An
 
 
 def small_table(table: str, rows: list[dict[str, Any]], sites: list[Site]) -> pa.Table:
-    """Of steps, scalars or samples."""
+    """Make a table of rows of steps, scalars or samples."""
     columns: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]}
     if table == "samples":
         ids = columns["ids"]

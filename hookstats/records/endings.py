@@ -1,4 +1,4 @@
-"""How a training process ended: what it says itself, and what it leaves to be seen by whoever comes after it."""
+"""The end of a training process: what it says itself, and what it leaves for whoever comes after it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _FRAME = re.compile(rb'^  File "([^"]*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
 def is_death(ended: str | None) -> bool:
-    """Whether an attempt ended before its training did."""
+    """Tell whether an attempt ended before its training did."""
     return ended is not None and not ended.startswith(("closed", "ended"))
 
 
 def ending_of(error: BaseException | None) -> str:
-    """How training ends by an exception; None: by itself."""
+    """Describe the end of training by an exception; None: it ended by itself."""
     if error is None or isinstance(error, GeneratorExit):
         return CLOSED
     if isinstance(error, SystemExit):
@@ -46,7 +46,7 @@ def _of(error: BaseException) -> str:
 
 
 class Exits:
-    """What tells the end of a process that goes on to its end without closing its recordings.
+    """Observes the end of a process that does not close its recordings.
 
     An uncaught exception is left in `sys.last_value` by the interpreter, whatever hooks there are. Of `sys.exit`
     nothing is left, so it is replaced by one that notes its code and calls it.
@@ -68,7 +68,7 @@ class Exits:
         self._code = None
 
     def ending(self) -> str:
-        """How the process ends, as far as is known now."""
+        """Describe how the process ends, as far as is known now."""
         raised = sys.exc_info()[1]  # of a process of multiprocessing
         error = raised or getattr(sys, "last_value", None)
         if hasattr(sys, "ps1") or error is self._before:  # of an interactive session it is any that came before
@@ -133,7 +133,7 @@ def _is_default() -> bool:
 
 
 def end_of_the_dead(noted: str) -> str:
-    """How a process ended that has said nothing of it. noted: the file of its `Signals`, which goes if it is empty."""
+    """Describe the end of a process that said nothing. noted: the file of its `Signals`, removed if it is empty."""
     try:
         with open(noted, "rb") as file:
             told = file.read(1 << 16)

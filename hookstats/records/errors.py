@@ -1,4 +1,4 @@
-"""What goes wrong with a recorded run."""
+"""Errors of recorded runs."""
 
 from pathlib import Path
 
@@ -25,4 +25,4 @@ class Damaged(RunError):
 
 
 class LeftOut(RunError):
-    """Of a step that was read, channels or histograms turn out to be damaged: read again, it has its totals alone."""
+    """Channels or histograms of a step that was read are damaged: read again, it has its totals alone."""

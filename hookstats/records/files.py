@@ -68,7 +68,7 @@ def sync_directory(path: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """The file has either its old content or this one, whatever happens meanwhile."""
+    """Write a file that has either its old content or this one, whatever happens meanwhile."""
     temporary = path.with_name(path.name + TEMPORARY)
     try:
         with Output(temporary) as output:
@@ -87,7 +87,7 @@ def write_json(path: Path, body: dict[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What `write_json` wrote. FileNotFoundError without a file; Damaged for anything else."""
+    """Return what `write_json` wrote. FileNotFoundError without a file; Damaged for anything else."""
     try:
         if path.stat().st_size > _LARGEST:
             raise ValueError(f"expected at most {_LARGEST} bytes")

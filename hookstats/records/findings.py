@@ -1,4 +1,4 @@
-"""What the rules found of a rank: ``findings.jsonl``, to which a line is appended for each."""
+"""The findings of a rank: ``findings.jsonl``, to which a line is appended for each."""
 
 from __future__ import annotations
 

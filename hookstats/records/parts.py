@@ -37,7 +37,7 @@ _KEYS = ("step", "site", "attempt", "record")
 
 
 class Name(NamedTuple):
-    """What the name of a file says. turn: how often the numbers of the attempt's steps had gone back, and 1."""
+    """The content of a file's name. turn: how often the numbers of the attempt's steps had gone back, and 1."""
 
     attempt: int
     turn: int
@@ -57,7 +57,7 @@ class Name(NamedTuple):
 
 @dataclass(frozen=True)
 class Listed:
-    """What lies in a rank's folder, by table, in the order in which it was recorded.
+    """The files in a rank's folder, by table, in the order in which they were recorded.
 
     counting: the parts that count; others: those that are covered, or of a commit that was broken off. reached: of each
     attempt and turn, the last step that was committed, also where the file that says so is damaged.
@@ -106,7 +106,7 @@ class OpenPart:
         self._writer = pq.ParquetWriter(pa.PythonFile(self._output, "w"), written(table), **writer_options(table))
 
     def write(self, rows: pa.Table) -> None:
-        """As a row group, or several."""
+        """Write rows as a row group, or several."""
         self._writer.write_table(rows, ROW_GROUP)
 
     def close(self, consumed: int, records: int) -> None:
@@ -119,7 +119,7 @@ class OpenPart:
         self._output.close()
 
     def rename(self, name: Name) -> None:
-        """From here on it counts, if it is of `steps`; of other tables, as soon as that does."""
+        """Give the file its name. It counts from now on if it is of `steps`, else as soon as that one does."""
         files.rename(self._path, self._path.with_name(str(name)))
 
     def abandon(self) -> None:
@@ -139,7 +139,7 @@ def seal(descriptor: int) -> None:
 
 
 class Footer(NamedTuple):
-    """What a file says of itself. bounds: of each row group its rows, bytes, and the ends of keys.
+    """The footer of a file. bounds: of each row group its rows, bytes, and the ends of keys.
 
     consumed: the position in the ring up to which all was committed with it; records: how many steps its attempt had.
     """
@@ -204,7 +204,7 @@ _ENDS = ("min", "max")
 
 @contextlib.contextmanager
 def checked(path: Path) -> Iterator[None]:
-    """What a file that is not as it was written makes Arrow raise, as Damaged."""
+    """Turn what Arrow raises for a file that is not as it was written into Damaged."""
     try:
         yield
     except FileNotFoundError as error:

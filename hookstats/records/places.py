@@ -1,4 +1,4 @@
-"""Where the files of a recording lie."""
+"""The places of a recording's files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def no_run(path: Path) -> str:
 
 
 def local_folder(folder: Path, attempt: int) -> Path:
-    """Where the ring of an attempt lies: in its folder, but on this machine's own disk where that is a network's.
+    """Return the folder of an attempt's ring: its own, but one on this machine's disk if that lies on a network.
 
     A mapping of a file on a network is slow, and may end the process that writes to it.
     """
@@ -69,7 +69,7 @@ def _ours() -> Path:
 
 
 def ring_of(folder: Path, attempt: int, told: str) -> Path:
-    """Where the ring of an attempt is now: in its folder, also if that was moved, or where `local_folder` puts it.
+    """Find the ring of an attempt: in its folder, also if that was moved, or where `local_folder` puts it.
 
     told: what its attempt says. ValueError for any other file: it may be another run's.
     """

@@ -29,7 +29,7 @@ _damaged: set[Path] = set()  # what this process could not read
 
 
 class Chosen(NamedTuple):
-    """Which rows are wanted. steps: from the first to the last; sites: ids, ascending; None: all."""
+    """A choice of rows. steps: from the first to the last; sites: ids, ascending; None: all."""
 
     steps: tuple[int, int] | None = None
     sites: Counts | None = None
@@ -48,7 +48,7 @@ class Reader:
         self.sites = read_sites(folder)
 
     def table(self, table: str, columns: Sequence[str], chosen: Chosen) -> pa.Table:
-        """In the order in which it was recorded; of totals, within a file, by site and step.
+        """Return rows in the order in which they were recorded; of totals, within a file, by site and step.
 
         Where files were merged meanwhile, those are read that they have become.
         """
@@ -74,7 +74,7 @@ class Reader:
         return pa.concat_tables(read)
 
     def covered(self, table: str, steps: Counts, attempts: Counts) -> NDArray[np.bool_]:
-        """Of steps, whether a file has their rows, as far as its footer tells."""
+        """Tell for each step whether a file has its rows, as far as the footer says."""
         found = np.zeros(len(steps), bool)
         for name in self.listed.counting[table]:
             try:
@@ -97,7 +97,7 @@ class Reader:
         return self._footers[table, name]
 
     def part(self, table: str, name: Name, columns: Sequence[str], chosen: Chosen) -> pa.Table:
-        """Of one of the files. FileNotFoundError where it was merged away; Damaged."""
+        """Return rows of one file. FileNotFoundError if it was merged away; Damaged."""
         bounds = self.footer(table, name).bounds
         groups = _overlapping(bounds, chosen)
         if not len(groups):
@@ -111,7 +111,7 @@ class Reader:
         return pa.concat_tables([rows.select(list(columns)) for rows in read])
 
     def row_groups(self, table: str, name: Name, columns: Sequence[str]) -> Iterator[pa.Table]:
-        """All rows of a file, some row groups at a time."""
+        """Yield all rows of a file, some row groups at a time."""
         count = len(self.footer(table, name).bounds["rows"])
         return self._groups(table, name, columns, np.arange(count))
 
@@ -131,7 +131,7 @@ class Reader:
 
 
 def read_sites(folder: Path) -> list[Site]:
-    """The sites of a rank, by id. Where sites.json cannot be read, as the rows of totals name them."""
+    """Return the sites of a rank, by id. If sites.json cannot be read, the rows of totals name them."""
     try:
         return [Site(*pair) for pair in read_json(folder / "sites.json")["sites"]]
     except FileNotFoundError:
@@ -152,7 +152,7 @@ def read_sites(folder: Path) -> list[Site]:
 
 
 def leave_out(error: Damaged) -> None:
-    """What cannot be read is not tried again, and said once."""
+    """Note that a file cannot be read: it is not tried again, and said once."""
     _damaged.add(error.path)
     tell_once(error.path, f"{error}; it is left out: hookstats recover sets it aside")
 

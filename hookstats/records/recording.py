@@ -149,7 +149,7 @@ class Recording:
                 )
 
     def _recorded_before(self) -> list[int]:
-        """The steps of earlier attempts that count. What cannot be read is reported by whoever reads it."""
+        """Return the steps of earlier attempts that count. Whoever reads them reports what cannot be read."""
         if self._attempt > 1:
             from hookstats.records.run import Run  # it needs pyarrow, which a first attempt need not import
 
@@ -186,7 +186,7 @@ class Recording:
             self._try(lambda: self._take_early(given))
 
     def _take_early(self, given: Given) -> None:
-        """Where there is no room, the next step brings it. The writer is not woken for so little."""
+        """Send scalars early. If there is no room, the next step brings them. The writer is not woken for so little."""
         self._exits.forget()
         if self._ring is not None:
             self._ring.write(wire.EARLY, wire.of_given(given, 0.0))
@@ -216,7 +216,7 @@ class Recording:
             self._given = Given({}, {})
 
     def _opened(self, pieces: Sequence[NDArray[Any]]) -> Ring:
-        """The ring, with room for several of what is written first, and a writer that reads it."""
+        """Return the ring, with room for several of the first records, and make sure that a writer reads it."""
         if self._ring is None:
             length = sum(piece.nbytes for piece in pieces)
             self._ring = Ring.create(self._ring_path, self._ring_bytes or max(_LEAST_RING, 4 * length))
@@ -254,7 +254,7 @@ class Recording:
         return True
 
     def _drop(self, ring: Ring, frame: StepFrame, why: str | None = None) -> None:
-        """What was given with it is kept. why: None where the writer falls behind."""
+        """Leave a step out, but keep what was given with it. why: None if the writer falls behind."""
         ring.dropped += 1
         scalars = {**frame.earlier_scalars, frame.step: frame.scalars}
         self._given.add(Given(scalars, frame.sample_ids), _MOST_GIVEN)
@@ -271,7 +271,7 @@ class Recording:
         )
 
     def findings(self) -> list[Finding]:
-        """What the rules have found since the last call; one look at a word of memory where that is nothing."""
+        """Return what the rules have found since the last call; one look at a word of memory if that is nothing."""
         ring = self._ring
         if ring is None or self._is_over():
             left, self._left = self._left, ()
@@ -281,7 +281,7 @@ class Recording:
         return self._read_findings(ring)
 
     def _read_findings(self, ring: Ring) -> list[Finding]:
-        """Those of this attempt: the file has those before it, too, on which their processes have acted."""
+        """Read findings of this attempt. The file has earlier ones, too, on which their processes have acted."""
         if ring.findings <= self._findings_read:
             return []
         try:
@@ -292,7 +292,7 @@ class Recording:
         return [finding for finding in found if finding.attempt == self._attempt]
 
     def wait(self, timeout: float) -> None:
-        """Until all that was taken is judged. TimeoutError; RuntimeError where recording has stopped."""
+        """Wait until all that was taken is judged. TimeoutError; RuntimeError if recording has stopped."""
         end = time.monotonic() + timeout
         ring = self._ring
         if ring is not None and os.getpid() != self._pid:  # its memory is not mapped in a process that was forked
@@ -309,7 +309,7 @@ class Recording:
             time.sleep(0.002)
 
     def written(self, timeout: float) -> Path:
-        """The run's directory, when all that was taken is in its tables. TimeoutError.
+        """Return the run's directory as soon as all that was taken is in its tables. TimeoutError.
 
         Where recording has stopped, what came before is there.
         """

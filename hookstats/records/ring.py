@@ -112,12 +112,12 @@ class Ring:
 
     @property
     def failure(self) -> str:
-        """What the reader has said of its failure."""
+        """The text with which the reader failed."""
         return self._text(_TEXT, _HEADER)
 
     @property
     def ending(self) -> str:
-        """What the one who writes has said of its end."""
+        """The text with which the process that writes has ended."""
         return self._text(_ENDING, _TEXT)
 
     def _text(self, begin: int, end: int) -> str:
@@ -161,7 +161,7 @@ class Ring:
         return True
 
     def read(self, position: int) -> Iterator[Record]:
-        """The records behind this position, as many as there are now. RingError where one is not whole."""
+        """Yield the records after this position, as many as there are now. RingError if one is not whole."""
         head, capacity = self.head, self.capacity
         if not 0 <= head - position <= capacity:
             raise RingError(f"{self.path}: expected at most {capacity} bytes to be read, got {position} to {head}")
@@ -184,7 +184,7 @@ class Ring:
             yield Record(kind, payload, number, position)
 
     def fits(self, length: int) -> bool:
-        """Whether a payload can be written when everything before it has been read."""
+        """Tell whether a payload can be written when everything before it has been read."""
         return 2 * _whole(length) <= self.capacity
 
 

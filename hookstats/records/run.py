@@ -106,7 +106,7 @@ class Run:
 
     @property
     def sites(self) -> list[Site]:
-        """Those of which anything was recorded, in the order in which they came."""
+        """The sites of which anything was recorded, in the order in which they came."""
         return [site for site in self._reader.sites if self._chosen_sites is None or site in self._chosen_sites]
 
     def __len__(self) -> int:
@@ -169,7 +169,7 @@ class Run:
         return found.drop_columns(["record"])
 
     def sample_ids(self, step: int) -> Counts:
-        """The ids that were given to `Monitor.step` with a step, measured or not: int64 ``[samples]``.
+        """Return the ids that were given to `Monitor.step` with a step, measured or not: int64 ``[samples]``.
 
         All ranks' if they were merged, one rank's after the other's; those of a step that was not measured are this
         rank's. KeyError where none were given.
@@ -186,7 +186,7 @@ class Run:
 
     @property
     def _span(self) -> tuple[int, int] | None:
-        """From the first to the last step of which scalars are wanted."""
+        """The first and the last step of which scalars are wanted."""
         if self._slice is None:
             return self._bounds
         first, behind = self._slice.start, self._slice.stop
@@ -199,7 +199,7 @@ class Run:
         return (self.steps[0], self.steps[-1]) if self.steps else (0, -1)
 
     def _table(self, table: str, columns: Sequence[str], chosen: Chosen, within: str | None = None) -> pa.Table:
-        """The rows of the steps that count, by step, and in a step by a column or as they were recorded."""
+        """Return the rows of the steps that count, by step, and in a step by a column or as they were recorded."""
         found = self._reader.table(table, columns, chosen)
         rows = self._timeline.rows_of(found)
         is_chosen = np.zeros(len(self._timeline.step) + 1, bool)
@@ -218,7 +218,7 @@ class Run:
 
     @property
     def findings(self) -> list[Finding]:
-        """What the rules found in these steps and sites while the run was recorded, in that order."""
+        """The findings of the rules in these steps and sites, in the order in which they were made."""
         found = [each for folder in self._folders for each in read_findings(folder)[0]]
         numbers = set(self.steps)
         return [
@@ -244,7 +244,7 @@ class Run:
         return judge(self, rules)
 
     def _judged_with(self, step: int) -> int:
-        """The recorded step with which a step was judged: itself, or if it was not measured, the next one that was."""
+        """Return the recorded step with which a step was judged: itself, or the next one that was measured."""
         at = int(np.searchsorted(self._timeline.step, step))
         return int(self._timeline.step[at]) if at < len(self._timeline.step) else step
 
@@ -268,7 +268,7 @@ class Run:
         ]
 
     def _repr_html_(self) -> str:
-        """For notebooks: the attempts, the run in a few sentences, and what stands for itself, 20 at most."""
+        """Return HTML for notebooks: the attempts, the run in a few sentences, and at most 20 chapters of its story."""
         rows = [["attempt", "model", "begun (UTC)", "ended", "steps recorded", "dropped"]]
         for each in self.attempts:
             begun = datetime.fromtimestamp(each["begun"], timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
@@ -334,7 +334,7 @@ class MergedRun(Run):
 
     @property
     def totals(self) -> pa.Table:
-        """As that of one rank; ``site`` numbers are of this table."""
+        """The table of one rank's form; ``site`` numbers are of this table."""
         names = ["step", "time", "attempt", "site", "name", "tensor", "order", "calls", *self._statistics]
         schema = pa.schema([SCHEMAS["totals"].field(name) for name in names])
         row = dict(zip(self.steps, self._rows, strict=True))
@@ -358,7 +358,7 @@ class MergedRun(Run):
 
     @property
     def scalars(self) -> pa.Table:
-        """As that of one rank, with the mean of the ranks that have it; times are those of the first rank that has."""
+        """The table of one rank's form, with the mean of the ranks that have a scalar, and the first one's time."""
         found: dict[tuple[int, int, str], list[dict[str, Any]]] = {}
         for rank in self._ranks:
             table = rank.scalars
@@ -409,7 +409,7 @@ def _matching(known: list[Site], chosen: Sites) -> set[Site] | None:
 
 
 def _rows(recorded: Counts, steps: Steps) -> list[int]:
-    """The places of the steps that are asked for."""
+    """Return the places of the chosen steps."""
     if steps is None:
         chosen = np.arange(len(recorded))
     elif isinstance(steps, slice):

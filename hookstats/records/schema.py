@@ -91,7 +91,7 @@ def plain(text: str) -> str:
 
 
 def names_of(sites: list[Site], ids: NDArray[Any]) -> dict[str, pa.Array]:
-    """The columns name and tensor of sites with these numbers."""
+    """Return the columns name and tensor of sites with these numbers."""
     columns = {}
     for part in Site._fields:
         names = [plain(getattr(site, part)) for site in sites]
@@ -104,7 +104,7 @@ def names_of(sites: list[Site], ids: NDArray[Any]) -> dict[str, pa.Array]:
 
 @cache
 def written(table: str) -> pa.Schema:
-    """As it is handed to the writer: strings of sites as dictionaries, which Parquet stores as plain strings."""
+    """Return the schema for the writer: strings of sites as dictionaries, which Parquet stores as plain strings."""
     schema = SCHEMAS[table]
     if "site" not in schema.names:
         return schema
@@ -113,7 +113,7 @@ def written(table: str) -> pa.Schema:
 
 
 def writer_options(table: str) -> dict[str, object]:
-    """Of ParquetWriter. Floats by byte planes and zstd, integers by differences, strings by dictionary."""
+    """Options of ParquetWriter: floats by byte planes and zstd, integers by differences, strings by dictionary."""
     schema = SCHEMAS[table]
     encodings, strings = {}, []
     for field in schema:

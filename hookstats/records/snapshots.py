@@ -28,7 +28,7 @@ _AT_ONCE = 200_000  # rows of totals that are held: about 60 MB
 
 
 class Snapshots:
-    """Those of a rank, of all sites or of some. States of channels and histograms are read when they are asked for."""
+    """The Snapshots of a rank, of all sites or of some. Channels and histograms are read when they are asked for."""
 
     def __init__(self, reader: Reader, timeline: Timeline, sites: Counts | None) -> None:
         """sites: their ids, ascending; None: all."""
@@ -38,7 +38,7 @@ class Snapshots:
         self._shown = None if sites is None else {reader.sites[site] for site in sites.tolist()}
 
     def read(self, rows: Sequence[int]) -> Iterator[Snapshot]:
-        """Those whose rows can be read. rows: of the timeline, ascending; as many at once as are held."""
+        """Yield the Snapshots whose rows can be read. rows: of the timeline, ascending."""
         sizes = np.cumsum([0, *(self._timeline.columns["sites"][row] for row in rows)])
         begin = 0
         while begin < len(rows):
@@ -59,7 +59,7 @@ class Snapshots:
                 yield Snapshot(replace(frame, **self._given(row, scalars[i], samples[i])))
 
     def table(self, table: str, columns: Sequence[str], rows: Sequence[int]) -> list[pa.Table]:
-        """The rows of each of these steps, of totals by place, of the others as they were recorded."""
+        """Return the rows of each of these steps, of totals by place, of the others as they were recorded."""
         first, last = (int(self._timeline.step[row]) for row in (rows[0], rows[-1]))
         is_given = table in ("scalars", "samples")
         if is_given:
@@ -73,7 +73,7 @@ class Snapshots:
         return [found.slice(begin, end - begin) for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
 
     def _given(self, row: int, scalars: pa.Table, samples: pa.Table) -> dict[str, Any]:
-        """What came with a step, as a StepFrame has it."""
+        """Return what came with a step, as a StepFrame has it."""
         of_step = {name: values[row] for name, values in self._timeline.columns.items()}
         named: dict[int, dict[str, float]] = {}
         for number, name, value in zip(*(scalars[name].to_pylist() for name in scalars.column_names[2:]), strict=True):
@@ -92,7 +92,7 @@ class Snapshots:
         }
 
     def _frame(self, row: int, totals: pa.Table, has_channels: bool, has_histograms: bool) -> StepFrame:
-        """With totals alone where the files with channels or histograms cannot be read."""
+        """Make a frame, of totals alone if the files with channels or histograms cannot be read."""
         ids, calls = to_numpy(totals["site"]), to_numpy(totals["calls"])
         order, fired = to_numpy(totals["order"]), np.flatnonzero(~is_null(totals["order"]))
         wholes, bins, n = wholes_of(totals), self._timeline.bins[row], len(ids)
@@ -103,7 +103,7 @@ class Snapshots:
         places = {site: (i, int(channels[i])) for i, site in enumerate(ids.tolist())}
 
         def read(block: int) -> Counts:
-            """The totals; or the states of several channels, or the histograms, as they are asked for."""
+            """Return the totals, the states of several channels, or the histograms."""
             if block == 0:
                 return np.ascontiguousarray(wholes.T).view(np.int64).reshape(-1)
             if block == 1:
@@ -144,7 +144,7 @@ class Snapshots:
         )
 
     def _states(self, row: int, places: dict[int, tuple[int, int]]) -> dict[int, Array]:
-        """Of a step, those of more than one channel, by place. places: of a site's id, its place and its channels."""
+        """Return a step's states of several channels, by place. places: of a site's id, its place and its channels."""
         [rows] = self.table("channels", ["site", *STATE.values()], [row])
         fields_of = [lists(rows[name]) for name in STATE.values()]
         found = {
@@ -157,7 +157,7 @@ class Snapshots:
     def _histograms(
         self, row: int, places: dict[int, tuple[int, int]], has_histogram: NDArray[np.bool_]
     ) -> dict[int, Counts]:
-        """The same of histograms. has_histogram: of each place."""
+        """Return a step's histograms, by place. has_histogram: of each place."""
         found = dict[int, Counts]()
         if has_histogram.any():
             [rows] = self.table("histograms", ["site", "counts"], [row])
@@ -176,7 +176,7 @@ class Snapshots:
 
 
 def lists(column: pa.ChunkedArray) -> list[Any]:
-    """The entries of a column of lists, an array each."""
+    """Return the entries of a column of lists, an array each."""
     return [
         values[begin:end]
         for chunk in column.chunks

@@ -34,7 +34,7 @@ _SMALL = ("steps", "scalars", "samples")
 
 
 class Progress(NamedTuple):
-    """How far an attempt is on the disk. consumed: a position in its ring; records: measured steps."""
+    """The state of an attempt on the disk. consumed: a position in its ring; records: measured steps."""
 
     consumed: int = 0
     records: int = 0
@@ -82,7 +82,7 @@ class Store:
                     self.put_aside(error)
 
     def _try_part(self, table: str, name: Name) -> Progress | None:
-        """What a file says of its attempt. None: it cannot be read, and is set aside."""
+        """Return what a file says of its attempt. None: it cannot be read, and is set aside."""
         path = self.folder / table / str(name)
         try:
             footer = read_footer(path)
@@ -109,7 +109,7 @@ class Store:
                     self.put_aside(error)
 
     def _forget(self) -> None:
-        """The open commit is empty."""
+        """Empty the open commit."""
         self._held: dict[str, list[encoding.Columns]] = {table: [] for table in _OF_SITES}
         self._bytes = dict.fromkeys(_OF_SITES, 0)  # of these
         self._rows: dict[str, list[dict[str, Any]]] = {table: [] for table in _SMALL}
@@ -119,7 +119,7 @@ class Store:
         self.size = 0  # bytes, before compression
 
     def close(self) -> None:
-        """What was not committed is forgotten."""
+        """Forget what was not committed."""
         for part in self._open.values():
             part.abandon()
         self._forget()
@@ -150,7 +150,7 @@ class Store:
         self._attempt = known
 
     def _progress_of(self, attempt: int) -> Progress:
-        """As its last commit says, in whatever table that can be read."""
+        """Return what the last commit says, in whatever table can be read."""
         found = [Progress()]
         for table, names in list_parts(self.folder).counting.items():
             for name in [each for each in names if each.attempt == attempt][-1:]:
@@ -162,7 +162,7 @@ class Store:
         return Progress(max(each.consumed for each in found), max(each.records for each in found), turn, last)
 
     def consumed(self, attempt: int) -> int:
-        """The position in the attempt's ring up to which everything is committed; 0 for an attempt not begun."""
+        """Return the position in the attempt's ring up to which all is committed; 0 for an attempt not begun."""
         return self._progress_of(attempt).consumed
 
     def add(self, frame: StepFrame) -> None:
@@ -189,7 +189,7 @@ class Store:
         self._flush_many_rows()
 
     def add_given(self, given: Given, time: float) -> None:
-        """Of steps that are not recorded; it counts with the next `commit`.
+        """Add what was given with steps that are not recorded; it counts with the next `commit`.
 
         time: when it came, in seconds since the epoch.
         """
@@ -234,7 +234,7 @@ class Store:
         return self._attempt
 
     def commit(self, consumed: int) -> None:
-        """All that was added counts, and the ring is consumed up to here; or, with an OSError, neither."""
+        """Make all that was added count, with the ring consumed up to here; or, with an OSError, nothing of it."""
         attempt, before = self._begun(), self._progress
         for table in _OF_SITES:
             self._flush(table)
@@ -258,7 +258,7 @@ class Store:
         pa.default_memory_pool().release_unused()
 
     def finish(self, attempt: int, how: str = "closed", dropped: int = 0, told: dict[str, Any] | None = None) -> None:
-        """The attempt has ended, as `Attempt.ended` says it. dropped: steps for which the ring had no room.
+        """End the attempt, as `Attempt.ended` says it. dropped: steps for which the ring had no room.
 
         told: what else is to stand in its settings.
         """

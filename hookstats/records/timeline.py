@@ -1,4 +1,4 @@
-"""Which recorded steps count, over all attempts of a rank."""
+"""The recorded steps that count, over all attempts of a rank."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Timeline:
         self._sorted = keys[self._order]
 
     def is_replaced(self, step: int, attempt: int) -> bool:
-        """Whether a later attempt began at this step, or before."""
+        """Tell whether a later attempt began at this step, or before."""
         return any(first <= step for later, first in self.begun.items() if later > attempt)
 
     def rows_of(self, table: pa.Table) -> Counts:
-        """Of the rows of a table: which step each belongs to; -1 for those that do not count, or came later."""
+        """Return the step that each row of a table belongs to; -1 for rows that do not count, or came later."""
         keys = _keys(to_numpy(table["attempt"]), to_numpy(table["record"]))
         if not len(self._sorted):
             return np.full(len(keys), -1, np.int64)
@@ -49,7 +49,7 @@ class Timeline:
         return np.where(self._sorted[at] == keys, self._order[at], -1)
 
     def scalars_that_count(self, table: pa.Table) -> Counts:
-        """Which rows of the table scalars count, by step and then as they were recorded; as `rows_of` for the rest.
+        """Return the rows of the table scalars that count, by step and then as they were recorded; else as `rows_of`.
 
         Steps that were not measured are replaced as others are: by an attempt that began before, and of a number that
         came twice, the later counts.
@@ -90,8 +90,10 @@ def read(reader: Reader) -> Timeline:
 
 
 def _counting(step: Counts, attempt: Counts, begun: dict[int, int]) -> Counts:
-    """The rows that count, by step. What an attempt recorded from the step on with which a higher one began does not
-    count, also where the higher one has not come that far; of a number that an attempt gave twice, the later counts.
+    """Return the rows that count, by step.
+
+    What an attempt recorded from the step on with which a higher one began does not count, also where the higher one
+    has not come that far. Of a number that an attempt gave twice, the later counts.
 
     step, attempt: sorted by attempt, and in an attempt by time.
     """

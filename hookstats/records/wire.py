@@ -1,4 +1,4 @@
-"""What goes through the ring: sites, and steps of these."""
+"""The records in the ring: sites, and steps of these."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EARLY = 5  # as GIVEN, but the next measured step has it, too: it is written onl
 
 @contextmanager
 def _read_as(what: str) -> Iterator[None]:
-    """Anything else makes a RingError."""
+    """Raise a RingError for anything else."""
     try:
         yield
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
@@ -35,7 +35,7 @@ def of_sites(number: int, sites: Sites) -> list[NDArray[Any]]:
 
 
 def of_step(frame: StepFrame, sites: int) -> list[NDArray[Any]]:
-    """The pieces of a record, the blocks where they are. sites: the number of its sites."""
+    """Return the pieces of a record, the blocks where they are. sites: the number of its sites."""
     told = {
         "sites": sites,
         "step": frame.step,
@@ -61,14 +61,14 @@ def of_overhead(overhead: Mapping[str, float]) -> list[NDArray[Any]]:
 
 
 def of_given(given: Given, time: float) -> list[NDArray[Any]]:
-    """Of steps that are not recorded. time: now, in seconds since the epoch."""
+    """Return the pieces for steps that are not recorded. time: now, in seconds since the epoch."""
     told = {"time": time, "scalars": list(given.scalars.items()), "sample_ids": _counted(given.sample_ids)}
     return [*_text_before(told), *given.sample_ids.values()]
 
 
 @_read_as("what was given with steps")
 def given_from(payload: NDArray[np.uint8]) -> tuple[Given, float]:
-    """What `of_given` made. RingError for anything else."""
+    """Read what `of_given` made. RingError for anything else."""
     told, numbers = _text_and_numbers(payload)
     ids, left = _ids_by_step(told["sample_ids"], numbers)
     if left.size:
@@ -81,12 +81,12 @@ def _by_step(told: Any) -> dict[int, dict[str, float]]:
 
 
 def _counted(sample_ids: Mapping[int, Counts]) -> list[Any]:
-    """How many there are of each step; they themselves come behind the text, as JSON of so many takes its time."""
+    """Count the ids of each step; they themselves come after the text, because JSON of so many takes its time."""
     return [[step, len(ids)] for step, ids in sample_ids.items()]
 
 
 def _ids_by_step(told: Any, numbers: Counts) -> tuple[dict[int, Counts], Counts]:
-    """And the numbers behind them. Copies: the memory is the ring's."""
+    """Split off ids from the numbers after them. Copies: the memory is the ring's."""
     found = {}
     for step, count in told:
         if not 0 <= count <= len(numbers):
@@ -101,20 +101,20 @@ def _numbers(told: Any) -> dict[str, float]:
 
 @_read_as("what hookstats took")
 def overhead_from(text: bytes) -> dict[str, float]:
-    """What `of_overhead` made. RingError for anything else."""
+    """Read what `of_overhead` made. RingError for anything else."""
     return _numbers(json.loads(text))
 
 
 @_read_as("sites")
 def sites_from(text: bytes) -> tuple[int, Sites]:
-    """What `of_sites` made. RingError for anything else."""
+    """Read what `of_sites` made. RingError for anything else."""
     told = json.loads(text)
     return int(told["number"]), Sites.from_json(told)
 
 
 @_read_as("a step")
 def step_from(payload: NDArray[np.uint8], known: Mapping[int, Sites]) -> StepFrame:
-    """What `of_step` made; the blocks stay where they are. RingError for anything else."""
+    """Read what `of_step` made; the blocks stay where they are. RingError for anything else."""
     told, numbers = _text_and_numbers(payload)
     sites, fired = known[told["sites"]], int(told["fired"])
     sample_ids, numbers = _ids_by_step(told["sample_ids"], numbers)

@@ -85,11 +85,11 @@ class Intake:
         self._since: float | None = None  # when the first step came that is not committed
 
     def is_training(self) -> bool:
-        """Whether the process that fills the ring is alive."""
+        """Tell whether the process that fills the ring is alive."""
         return is_training(self._folder, self.attempt.attempt, self.attempt)
 
     def serve(self) -> bool:
-        """What cannot wait. False: there was nothing to read."""
+        """Do what cannot wait. False: there was nothing to read."""
         came = self.read()
         if self.ring.tail < min(self.ring.wanted, self._position):
             self._write_early()
@@ -139,7 +139,7 @@ class Intake:
         self._store.add(frame)
 
     def _judged_now(self, frame: StepFrame) -> list[Finding]:
-        """With what was given, and came without a step, since the one before."""
+        """Judge a step, with what came without a step since the one before."""
         own = Given(frame.earlier_scalars, frame.sample_ids)
         frame.earlier_scalars = {**self._waiting.scalars, **own.scalars}
         frame.sample_ids = {**self._waiting.sample_ids, **own.sample_ids}
@@ -150,7 +150,7 @@ class Intake:
             frame.earlier_scalars, frame.sample_ids = own
 
     def _take_given(self, given: Given, when: float) -> None:
-        """That of steps which no measured one brings."""
+        """Take what was given with steps that no measured one brings."""
         if self._since is None:
             self._since = time.monotonic()
         for step in given.scalars.keys() & self._early.scalars.keys():
@@ -175,7 +175,7 @@ class Intake:
         return failed
 
     def commit(self) -> None:
-        """From here on what was taken is the record's, and its room the ring's; what comes again stays in the ring."""
+        """Bring what was taken to the disk, and free its room in the ring; what comes again stays there."""
         if self._position - self._safe > self.ring.capacity // 4:
             self._write_early()
         if self._safe > self.ring.tail:
@@ -213,7 +213,7 @@ class Intake:
 
 
 class KnownSites:
-    """Those that steps in the ring refer to, also where their own records have left it."""
+    """The sites that steps in the ring refer to, also after their own records have left it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -240,7 +240,7 @@ class KnownSites:
 
 @contextmanager
 def locked(folder: Path, seconds: float) -> Iterator[None]:
-    """One process at a time writes into a folder. TimeoutError where another one does for so long."""
+    """Hold the lock of a folder, into which one process writes. TimeoutError if another one holds it for so long."""
     end = time.monotonic() + seconds
     while True:
         descriptor = os.open(folder / "lock", os.O_WRONLY | os.O_CREAT | NO_LINK, 0o666)
@@ -259,7 +259,7 @@ def locked(folder: Path, seconds: float) -> Iterator[None]:
 
 
 def _judge_after(folder: Path, rules: Sequence[Rule | Function], rank: int, attempt: int) -> Judge:
-    """One that goes on with what the rules remembered when something was last committed, if that can be read."""
+    """Make a judge that goes on with what the rules remembered at the last commit, if that can be read."""
     judge = Judge(rules, rank, attempt)
     try:
         judge.restore(json.loads((folder / _REMEMBERED).read_bytes()))
@@ -362,7 +362,7 @@ def recover(path: str | os.PathLike[str]) -> dict[str, list[int]]:
 
 
 def run(folder: Path, number: int, wake: int, judges: Mapping[str, Any]) -> None:
-    """Until the training process has ended, and its ring is empty."""
+    """Write until the training process has ended, and its ring is empty."""
     ring = Ring(Path(read_attempt(folder, number).ring))
     try:
         with locked(folder, _LOCK_SECONDS):
@@ -381,7 +381,7 @@ def run(folder: Path, number: int, wake: int, judges: Mapping[str, Any]) -> None
 
 
 def _drain_others(folder: Path, number: int) -> None:
-    """What earlier attempts left is taken up before. Whatever is wrong with it stops nothing that is new."""
+    """Take up what earlier attempts left. Whatever is wrong with it stops nothing that is new."""
     with closing(Store(folder)) as store:
         try:
             drain_left(store, folder, number)

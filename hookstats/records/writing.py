@@ -30,7 +30,7 @@ main(*arguments)
 
 
 def _import_path() -> list[str]:
-    """Where this process finds its modules, Python's own first."""
+    """Return where this process finds its modules, Python's own first."""
     own = os.path.dirname(os.__file__)
     found = map(os.path.abspath, sys.path)
     return sorted(found, key=lambda path: not (path.startswith(own) and "-packages" not in path))
@@ -100,14 +100,14 @@ class WriterProcess:
             )
 
     def wait(self, seconds: float) -> None:
-        """Until it has ended, or so long."""
+        """Wait until it has ended, or so long."""
         if self._process is not None:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(seconds)
 
 
 class Thinning:
-    """Which steps are kept where they come faster than they are written: evenly spread ones, and what the user is told.
+    """Chooses steps, evenly spread, if they come faster than they are written, and tells the user.
 
     ``came``: steps so far.
     """
@@ -120,7 +120,7 @@ class Thinning:
         self._since: tuple[int, int] | None = None  # steps that had come and been read when the first was dropped
 
     def keeps(self, ring: Ring) -> bool:
-        """Whether the step that comes now is kept."""
+        """Tell whether the step that comes now is kept."""
         number, self.came = self.came, self.came + 1
         return number % _stride(ring) == 0
 

@@ -21,7 +21,7 @@ __all__ = ["Recorded", "plot", "show", "write"]
 
 @runtime_checkable
 class Records(Protocol):
-    """What is asked of a monitor, `hookstats.results.Monitor`: this room knows nothing of who measures."""
+    """The part of a monitor, `hookstats.results.Monitor`, that pages need: this room knows nothing of who measures."""
 
     def recorded(self) -> Path:
         """The directory of its run, when all closed steps stand there. ValueError where it records nothing."""
@@ -57,7 +57,7 @@ def show(
     *,
     height: int = 800,
 ) -> Shown:
-    """The page that `write` makes, in a cell of a notebook (Jupyter, VS Code, Colab), where this is the last line.
+    """Shows the page that `write` makes in a cell of a notebook (Jupyter, VS Code, Colab), whose last line this is.
 
     run, other: as for `write`; of a run that is being recorded, give the directory or the monitor, and run the cell
     again for what is new. height: of the frame, in pixels; it is as wide as the cell. The page is part of the

@@ -1,4 +1,4 @@
-"""What is told of some sites only: channels and histograms over time, top channels, single steps near findings."""
+"""Details of some sites: channels and histograms over time, top channels, single steps near findings."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def details(recorded: Recorded, places: list[int]) -> dict[str, bytes]:
 
 
 def _columns(stats: SiteStats) -> Iterator[tuple[str, Array]]:
-    """What one step adds to each picture of a site."""
+    """Yield what one step adds to each picture of a site."""
     if not stats.calls:
         return
     for name, parts in (("channels", stats.channels), ("groups", stats.groups)):
@@ -144,7 +144,7 @@ def _histogram_picture(shares: Array, bounds: Array) -> tuple[dict[str, Any], Co
 
 
 def _top(channels: Stats[Array]) -> dict[str, list[list[float | None]]]:
-    """Of each statistic, the channels in which it is largest, and the median of all of them."""
+    """Return the channels in which each statistic is largest, and the median of all of them."""
     found = {}
     for name in _TOP_STATISTICS:
         values = getattr(channels, name)

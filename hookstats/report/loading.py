@@ -1,4 +1,4 @@
-"""What a page needs of a run's directory. The one file of this room that knows how runs are kept: it needs pyarrow, and
+"""The run of a page, from its directory. The one file of this room that knows how runs are kept: it needs pyarrow, and
 is imported where a run is read."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _name(run: Run) -> str:
 
 
 class _Loaded:
-    """What of a rank's tables makes a `Recorded`."""
+    """The tables of a rank, which make a `Recorded`."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._reader, self._timeline = run, run._reader, run._timeline
@@ -70,12 +70,12 @@ class _Loaded:
         )
 
     def _table(self, table: str, columns: Sequence[str]) -> tuple[Any, Counts]:
-        """Its rows, and the place in steps of each; -1 for those that do not count."""
+        """Return rows, and the place in steps of each; -1 for rows that do not count."""
         found = self._reader.table(table, ["attempt", "record", *columns], Chosen())
         return found, self._timeline.rows_of(found)
 
     def _snapshots(self, steps: Sequence[int], sites: Sequence[Site]) -> Iterator[Snapshot]:
-        """One step after another: all their channels together may be more than the memory."""
+        """Yield one step after another: all their channels together may be more than the memory."""
         place = {site: i for i, site in enumerate(self._known)}
         chosen = np.sort(np.array([place[site] for site in sites], np.int64))
         reader = Snapshots(self._reader, self._timeline, chosen)

@@ -110,7 +110,7 @@ def _told(record: Mapping[str, Any]) -> str:
 
 
 def escaped(text: str) -> str:
-    """As text of HTML, in ASCII; controls and marks that turn text around show as escapes."""
+    """Return text as HTML, in ASCII; controls and marks that turn text around show as escapes."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return escape(shown).encode("ascii", "xmlcharrefreplace").decode()
 
@@ -121,7 +121,7 @@ def _blob(name: str, blob: bytes) -> str:
 
 
 def hashed(text: str) -> str:
-    """As a Content-Security-Policy names a script or a style."""
+    """Return the name of a script or a style in a Content-Security-Policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
@@ -138,7 +138,7 @@ class Shown:
         return f"<the page of {self._name!r}, {size:.1f} MB; notebooks show it, hookstats.report.write keeps it>"
 
     def _repr_html_(self) -> str:
-        """The frame may run the page's script, and may do nothing with the notebook around it."""
+        """Return a frame that may run the page's script, and may do nothing with the notebook around it."""
         title = f'title="{escape(f"hookstats report: {self._name}")}"'
         where = f'sandbox="allow-scripts" height="{self._height}" style="width: 100%; border: 0"'
         return f'<iframe {title} {where} srcdoc="{escape(self._page)}"></iframe>'

@@ -49,7 +49,7 @@ class Pair:
         return replace(run, sites=self.sites, steps=self.steps, planes=planes)
 
     def ordered(self) -> list[Site]:
-        """All sites in the order of execution: what only the second has stands behind what it has before it."""
+        """Return all sites in the order of execution: what only the second has stands after what it has before it."""
         ordered, at = list(self.a.sites), -1
         known = {site: i for i, site in enumerate(ordered)}
         for site in self.b.sites:
@@ -61,13 +61,13 @@ class Pair:
         return ordered
 
     def told(self) -> dict[str, Any]:
-        """What the page says of the second run: its name, its steps, and the sites that only one of the runs has."""
+        """Describe the second run: its name, its steps, and the sites that only one of the runs has."""
         alone = [[self.place[site] for site in run.sites if site not in self.shared] for run in (self.a, self.b)]
         ends = [int(self.b.steps[0]), int(self.b.steps[-1]), len(self.b.steps)]
         return {"name": self.b.name, "steps": len(self.common), "ends": ends, "alone": alone}
 
     def parting(self) -> dict[str, Any]:
-        """Where the runs part by more than rounding explains, if they do, and whether all their sizes are the same."""
+        """Find where the runs part by more than rounding explains, and whether all their sizes are the same."""
         begin = self._first_difference()
         found, count = None, 1
         while begin is not None and found is None and count <= _JUDGED:
@@ -84,7 +84,7 @@ class Pair:
         }
 
     def _first_difference(self) -> int | None:
-        """The place in ``common`` of the first step in which a size is another one; None where all are the same."""
+        """Return the place in ``common`` of the first step in which a size differs; None if all are the same."""
         at = np.searchsorted(self.steps, self.common)
         rows = np.array([i for i, site in enumerate(self.sites) if site in self.shared], np.int64)
         parted: list[int] = []

@@ -76,7 +76,7 @@ def _quotient(found: dict[str, Array], names: tuple[str, ...]) -> Array:
 
 
 def change(values: Array, kind: str) -> Array:
-    """How far each value is from its site's own past: in octaves, or as a difference; as for `past`."""
+    """Return how far each value is from its site's own past: in octaves, or as a difference; as for `past`."""
     told = logarithm(values) if kind == "scale" else values
     result: Array = told - past(told)
     return result
@@ -87,7 +87,7 @@ DIFFERENCE = {"scale": 64.0, "share": 125.0, "signed": 62.0}  # the same for the
 
 
 def told(is_pair: bool = False) -> dict[str, dict[str, Any]]:
-    """What is said of the heatmaps, by the names of their statistics."""
+    """Describe the heatmaps, by the names of their statistics."""
     return {
         key: {"title": title, "kind": kind, "unit": UNITS[kind]} | ({"difference": DIFFERENCE[kind]} if is_pair else {})
         for key, (title, kind, _) in STATISTICS.items()
@@ -95,7 +95,7 @@ def told(is_pair: bool = False) -> dict[str, dict[str, Any]]:
 
 
 def heatmap(values: Array, kind: str, is_bad: Marks) -> tuple[Codes, Rows]:
-    """One of `STATISTICS`, ``[n, t]``, in both views: relative to each site's past, and absolute."""
+    """Return one of `STATISTICS`, ``[n, t]``, in both views: relative to each site's past, and absolute."""
     begin = edges(values.shape[1], COLUMNS)
     far, top = [], []
     for at in (slice(i, i + _AT_ONCE) for i in range(0, len(values), _AT_ONCE)):
@@ -106,7 +106,7 @@ def heatmap(values: Array, kind: str, is_bad: Marks) -> tuple[Codes, Rows]:
 
 
 def difference(first: Array, second: Array, kind: str, is_bad: Marks) -> Codes:
-    """How far a second run is from the first, as codes of columns, where both were measured."""
+    """Return how far a second run is from the first, as codes of columns, where both were measured."""
     apart = logarithm(second) - logarithm(first) if kind == "scale" else second - first
     far = farthest(apart, edges(apart.shape[1], COLUMNS))
     return relative_codes(far, is_bad & ~np.isnan(far), DIFFERENCE[kind])
@@ -122,14 +122,14 @@ def _absolute(top: Array, kind: str, is_bad: Marks) -> Rows:
 
 
 def restless(codes: Codes) -> Array:
-    """Of each site, how far its rms went from its past, in octaves. codes: the relative view of that heatmap."""
+    """Return how far each site's rms went from its past, in octaves. codes: the relative view of that heatmap."""
     far = np.where((codes == NONFINITE) | (codes == 0), 128, codes).astype(np.int64)
     result: Array = np.abs(far - 128).max(axis=1) / PER_OCTAVE
     return result
 
 
 def line_columns(sites: int) -> int:
-    """At most."""
+    """Return the number of columns of a line, at most."""
     return min(max(250, _CELLS // max(sites, 1)), COLUMNS)
 
 
@@ -147,7 +147,7 @@ def lines(recorded: Recorded, names: list[str]) -> NDArray[np.float32]:
 
 
 def scalars(recorded: Recorded) -> dict[str, list[list[float | None]]]:
-    """Of each: smallest, average and largest of each column of a heatmap; None where there was none, or not finite.
+    """Return each scalar's smallest, average and largest of each column of a heatmap; None for none, or not finite.
 
     A step that was not measured counts with the next one that was.
     """
@@ -168,5 +168,5 @@ def scalars(recorded: Recorded) -> dict[str, list[list[float | None]]]:
 
 
 def short(number: float, digits: int = 5) -> float | None:
-    """For JSON."""
+    """Round a number for JSON."""
     return float(f"{number:.{digits}g}") if math.isfinite(number) else None

@@ -56,7 +56,7 @@ def plot(recorded: Recorded, statistic: str, tensor: str, relative: bool, log: b
 def _cells(
     values: Array, kind: str, title: str, begin: Any, relative: bool, log: bool, linear_norm: Any, log_norm: Any
 ) -> tuple[Array, Any, str, str]:
-    """What each cell holds, its norm, its colours, and what the bar beside it says."""
+    """Return the values of cells, their norm, their colours, and the words of the bar beside them."""
     if relative:
         reach = _REACH[kind]
         what = "times its past, in octaves" if kind == "scale" else "against its past"

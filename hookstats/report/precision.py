@@ -1,4 +1,4 @@
-"""How the values of a run would fit into few bits, as `hookstats.rules.fit` counts them, for a table of the page."""
+"""The fit of a run's values into few bits, as `hookstats.rules.fit` counts it, for a table of the page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOOKED_AT = 32  # steps, from the last
 
 
 def precision(recorded: Recorded) -> dict[str, Any] | None:
-    """Of the last step with histograms by exponent; None without one."""
+    """Return the table of the last step with histograms by exponent; None without one."""
     place = {site: i for i, site in enumerate(recorded.sites)}
     for step in recorded.detailed[::-1][:_LOOKED_AT].tolist():
         for snapshot in recorded.snapshots([step], recorded.sites):
@@ -31,7 +31,7 @@ def precision(recorded: Recorded) -> dict[str, Any] | None:
 
 
 def _rows(snapshot: Snapshot, place: dict[Site, int]) -> list[list[Any]]:
-    """Of each site: place, smallest and largest octave, and of each format what `fit` says.
+    """Return a row of each site: place, smallest and largest octave, and of each format what `fit` says.
 
     That is the share that becomes zero, the share that is too large (at least, at most), the exponent of the best
     scale, and the share that becomes zero with it.
@@ -55,7 +55,7 @@ def _rows(snapshot: Snapshot, place: dict[Site, int]) -> list[list[Any]]:
 
 
 def _blocks(snapshot: Snapshot, sites: list[Site]) -> dict[str, Any] | None:
-    """Of these sites, by format, what those with a scale for each block lose: at least, at most, standard error."""
+    """Return by format what these sites lose with a scale for each block: at least, at most, standard error."""
     bins = snapshot.frame.bins
     if not isinstance(bins, ExponentBins) or bins.block is None:
         return None

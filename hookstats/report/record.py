@@ -85,7 +85,7 @@ def by_name(rows: Iterable[tuple[int, str, float]]) -> dict[str, tuple[Counts, A
 
 
 def together(skipped: Iterable[tuple[Site, Skipped, int]]) -> list[tuple[Site, Skipped, int]]:
-    """What was skipped in some steps, or since them: one for each site and reason, as `Recorded` has it."""
+    """Merge what was skipped in some steps, or since them: one for each site and reason, as `Recorded` has it."""
     found: dict[tuple[Site, str], tuple[int | None, int]] = {}
     for site, (reason, times), step in skipped:
         known, since = found.get((site, reason), (0, step))
@@ -100,5 +100,5 @@ def _is_detailed(snapshot: Snapshot) -> bool:
 
 
 def ordered(orders: Iterable[Iterable[Site]]) -> list[Site]:
-    """All sites of several orders of execution: those of the first, then what the others have more."""
+    """Return all sites of several orders of execution: those of the first, then what the others have more."""
     return list(dict.fromkeys(site for order in orders for site in order))

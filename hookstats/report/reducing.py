@@ -34,7 +34,7 @@ class Rows(NamedTuple):
 
 
 def edges(steps: int, columns: int) -> Counts:
-    """Where each of at most so many columns begins, ascending."""
+    """Return where each of at most so many columns begins, ascending."""
     count = max(min(steps, columns), 1)
     return np.arange(count, dtype=np.int64) * steps // count
 
@@ -51,7 +51,7 @@ def smallest(values: Array, begin: Counts) -> Array:
 
 
 def farthest(values: Array, begin: Counts) -> Array:
-    """That which is farthest from zero, with its sign."""
+    """Return the value that is farthest from zero, with its sign."""
     high, low = largest(values, begin), smallest(values, begin)
     result: Array = np.where(-low > high, low, high)
     return result
@@ -118,14 +118,16 @@ def _median(values: Array) -> Array:
 
 
 def relative_codes(far: Array, is_bad: Marks, per_unit: float) -> Codes:
-    """Of changes, signed, that were reduced to columns. is_bad: where something was not finite."""
+    """Return codes of signed changes that were reduced to columns. is_bad: where something was not finite."""
     with np.errstate(invalid="ignore"):
         return _marked(np.clip(NEUTRAL + np.round(far * per_unit), FIRST, LAST + 1), is_bad)
 
 
 def absolute_rows(logs: Array, is_bad: Marks, finest: float = FINEST) -> Rows:
-    """Of logarithms that were reduced to columns: of each row, its smallest value has the first code, its largest the
-    last, unless a step would be finer."""
+    """Return codes of logarithms that were reduced to columns.
+
+    The smallest value of a row has the first code, its largest the last, unless a step would be finer.
+    """
     known = np.where(logs > LOWEST, logs, np.nan)
     low, high = (np.nan_to_num(of.reduce(known, axis=1, initial=np.nan)) for of in (np.fmin, np.fmax))
     step = np.maximum((high - low) / (LAST - FIRST), finest)
@@ -135,7 +137,7 @@ def absolute_rows(logs: Array, is_bad: Marks, finest: float = FINEST) -> Rows:
 
 
 def linear_rows(top: Array, is_bad: Marks) -> Rows:
-    """The same of shares, from 0 to the largest of the row."""
+    """Return codes of shares, from 0 to the largest of the row."""
     step = np.maximum(np.nan_to_num(np.fmax.reduce(top, axis=1)), 1e-9) / (LAST - FIRST)
     with np.errstate(invalid="ignore"):
         return Rows(_marked(FIRST + np.round(top / step[:, None]), is_bad), np.zeros(len(top)), step)
@@ -148,7 +150,7 @@ def _marked(codes: Array, is_bad: Marks) -> Codes:
 
 
 def rounded(values: Array) -> NDArray[np.float32]:
-    """As float32 to 1 / 4096: further bits would be noise, and take their room when they are compressed."""
+    """Round to float32 of 1 / 4096: further bits would be noise, and take room when they are compressed."""
     with np.errstate(over="ignore"):
         bits = np.ascontiguousarray(values, "<f4").view("<u4")
     half, whole = np.uint32(1 << (_DROPPED - 1)), np.uint32(0xFFFFFFFF >> _DROPPED << _DROPPED)
@@ -157,6 +159,6 @@ def rounded(values: Array) -> NDArray[np.float32]:
 
 
 def by_bytes(values: NDArray[np.float32]) -> bytes:
-    """All first bytes, then all second ones, and so on: what is alike lies together, and becomes small."""
+    """Return all first bytes, then all second ones, and so on: what is alike lies together, and becomes small."""
     result: bytes = np.ascontiguousarray(values, "<f4").view(np.uint8).reshape(-1, 4).T.tobytes()
     return result

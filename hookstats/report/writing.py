@@ -1,4 +1,4 @@
-"""From a recorded run to its page."""
+"""The content of a page, made from a recorded run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LINES_OF_SECOND = ["rms", "abs_max"]
 
 
 class Contents:
-    """What a page is made from: ``record``, to become JSON, and bytes by name, made when they are first asked for.
+    """The content of a page: ``record``, to become JSON, and bytes by name, made when they are first asked for.
 
     A name begins with its group, of which all is made at once: each of `planes.STATISTICS` (its heatmaps), ``line``
     (``line.rms`` of all sites, and all lines of each site by its place), ``more`` (what belongs to the record and takes
@@ -74,7 +74,7 @@ class Contents:
         return self._made[group][name]
 
     def all(self) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """The whole record, and all bytes but those that belong to it; pictures of as many sites as have room."""
+        """Return the whole record, and all other bytes; pictures of as many sites as have room."""
         blobs: dict[str, bytes] = {}
         for key in planes.STATISTICS:
             blobs |= self._made.get(key) or self._make(key)
@@ -199,7 +199,7 @@ def kinds_of(sites: Iterable[Site]) -> set[str]:
 
 
 def kind_of_rule(rule: str, kinds: set[str]) -> str | None:
-    """What a page shows for a finding without a site: the kind of tensors, or the scalar, that its rule is about.
+    """Return what a page shows for a finding without a site: the kind of tensors, or the scalar, of its rule.
 
     kinds: those that were measured.
     """
@@ -220,7 +220,7 @@ def in_order(sites: list[Site]) -> list[int]:
 
 
 def _short(value: Any, depth: int = 0) -> Any:
-    """As JSON of which a page can show all."""
+    """Return JSON of which a page can show all."""
     if isinstance(value, Mapping) and depth < 6:
         return {str(key): _short(each, depth + 1) for key, each in value.items()}
     if isinstance(value, (list, tuple)) and depth < 6:

@@ -1,4 +1,4 @@
-"""Which address is which page. An address chooses among what was found; it is never a path."""
+"""The pages of addresses. An address chooses among what was found; it is never a path."""
 
 from __future__ import annotations
 

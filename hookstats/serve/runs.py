@@ -63,7 +63,7 @@ class Watched:
         self._mark: Mark = ()
 
     def look(self) -> tuple[State, Mark]:
-        """How the run is, and a mark that is another one as soon as more was written; at most a second old."""
+        """Return the run's state, and a mark that changes as soon as more was written; at most a second old."""
         with self._lock:
             if time.monotonic() - self._looked >= _OFTEN:
                 self._mark = _mark(self.path / "rank=0")
@@ -82,7 +82,7 @@ class Watched:
         return replace(recorded(run), name=self.name)
 
     def summary(self) -> Summary:
-        """At most a second old. Whatever is wrong with the run stands in it."""
+        """Return a summary that is at most a second old. Whatever is wrong with the run stands in it."""
         state, mark = self.look()
         if state.kind not in _BROKEN:
             try:
@@ -96,7 +96,7 @@ class Watched:
 
 @lru_cache(maxsize=1000)
 def _summary(path: Path, mark: Mark) -> Summary:
-    """Of a run as it was when it had this mark, but for its name and its state."""
+    """Summarise a run as it was when it had this mark, but for its name and its state."""
     run = load(path)
     settings = run.attempts[-1]["settings"] if run.attempts else {}
     names, values, steps = (run.scalars[name].to_pylist() for name in ("name", "value", "step"))
@@ -133,7 +133,7 @@ def changed(mark: Mark) -> float:
 
 
 def together(runs: Sequence[Watched]) -> State:
-    """How one run is, or two that are shown on one page."""
+    """Return the state of one run, or of two that are shown on one page."""
     states = [run.look()[0] for run in runs]
     kind = min((state.kind for state in states), key=_ORDER.index)
     if len(states) == 1:
@@ -142,7 +142,7 @@ def together(runs: Sequence[Watched]) -> State:
 
 
 def model_of(settings: object) -> str:
-    """The name of the model in an attempt's settings; "" where there is none."""
+    """Return the name of the model in an attempt's settings; "" if there is none."""
     model = settings.get("model", "") if isinstance(settings, dict) else ""
     return str(model.get("class", "") if isinstance(model, dict) else model)
 
@@ -179,7 +179,7 @@ class Runs:
         self._found = -_OFTEN
 
     def find(self) -> dict[str, Watched]:
-        """By id; those that are gone since stay, until the server ends, so that their pages can say so."""
+        """Return runs by id. Deleted ones stay until the server ends, so that their pages can say so."""
         with self._lock:
             if time.monotonic() - self._found >= _OFTEN:
                 for path in runs_below(self.directory):
@@ -192,6 +192,6 @@ class Runs:
             return dict(self._known)
 
     def get(self, id: str) -> Watched | None:
-        """One that was found before."""
+        """Return a run that was found before."""
         with self._lock:
             return self._known.get(id)

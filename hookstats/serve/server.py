@@ -32,7 +32,7 @@ _BARE = "default-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-actio
 
 
 class Answer(NamedTuple):
-    """What is sent. policy: the Content-Security-Policy; packed: whether the body is in gzip; tag: its ETag, if any."""
+    """An answer. policy: the Content-Security-Policy; packed: whether the body is in gzip; tag: its ETag, if any."""
 
     status: HTTPStatus
     body: bytes
@@ -88,7 +88,7 @@ class Server(ThreadingHTTPServer):
         return lines
 
     def is_asked_as(self, host: str) -> bool:
-        """Whether a Host header names this server: another page's name that leads here by DNS is none of its names."""
+        """Tell whether a Host header names this server: another page's name that leads here by DNS does not."""
         name, _, port = host.rpartition(":") if re.search(r":\d*$", host) else (host, "", "80")
         name = name.lower()
         if port != str(self.port):
@@ -99,7 +99,7 @@ class Server(ThreadingHTTPServer):
         return not self.is_local and (is_address or name == socket.gethostname().lower())
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """In a thread, unless there are too many; then the connection is closed."""
+        """Answer in a thread, unless there are too many; then the connection is closed."""
         if len(self._until) >= CONNECTIONS:
             self.shutdown_request(request)
             return
@@ -128,7 +128,7 @@ class Server(ThreadingHTTPServer):
 
 
 def open_server(host: str, port: int, answers: Callable[[Query], Answer], has_token: bool = True) -> Server:
-    """At that port, or at another one where it is taken. ValueError for a port that is none."""
+    """Open a server at that port, or at another one if it is taken. ValueError for a port that is none."""
     if not 0 <= port < 1 << 16:
         raise ValueError(f"--port: expected a number from 0 to 65535, got {port}")
     try:
@@ -206,7 +206,7 @@ class _Handler(BaseHTTPRequestHandler):
         return [value for name, _, value in pairs if name == self._cookie]
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What http.server refuses by itself, in our words and with our headers."""
+        """Send what http.server refuses by itself, in our words and with our headers."""
         status = HTTPStatus.METHOD_NOT_ALLOWED if code == HTTPStatus.NOT_IMPLEMENTED else HTTPStatus(code)
         allow = {"Allow": "GET, HEAD"} if status == HTTPStatus.METHOD_NOT_ALLOWED else {}
         self._send(said(status, f"{status.phrase}."), {**allow, "Connection": "close"})

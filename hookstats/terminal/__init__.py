@@ -1,1 +1,1 @@
-"""What the command line shows of a recorded run. Knows `records`, `rules` and `numbers`; no torch."""
+"""Recorded runs on the command line. Knows `records`, `rules` and `numbers`; no torch."""

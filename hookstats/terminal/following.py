@@ -27,7 +27,7 @@ WINDOW = 48  # steps of a sparkline, and of a site's own past
 
 
 class State(NamedTuple):
-    """How a recording is. ``kind``: "waiting", "recording", "ended" or "died"."""
+    """The state of a recording. ``kind``: "waiting", "recording", "ended" or "died"."""
 
     kind: str
     sentence: str
@@ -62,7 +62,7 @@ class Followed:
         self._rms: deque[dict[Site, float]] = deque(maxlen=WINDOW)
 
     def look(self) -> tuple[list[Snapshot], list[Finding]]:
-        """What is new: steps, at most those of a window, and findings."""
+        """Return what is new: steps, at most those of a window, and findings."""
         found, self._at = read_findings(self.folder, self._at)
         self.findings += found
         if not list_parts(self.folder).begun:
@@ -138,7 +138,7 @@ class Followed:
         return State("died", f"the training process {pid} died; what its last steps left is written by: {left}")
 
     def _is_written(self) -> bool:
-        """Whether another process holds the folder's lock: a writer that is not done."""
+        """Tell whether another process holds the folder's lock: a writer that is not done."""
         with suppress(OSError), open(self.folder / "lock") as file:
             return is_locked(file.fileno())
         return False

@@ -10,7 +10,7 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def plain(text: str) -> str:
-    """Without control characters and bidirectional marks, which a terminal would obey: they show as escapes."""
+    """Escape control characters and bidirectional marks, which a terminal would obey."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 

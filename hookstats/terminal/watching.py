@@ -22,7 +22,7 @@ _KINDS = {"recording": "green", "ended": "cyan", "died": "bold red", "waiting": 
 
 
 def watch(followed: Followed, output: TextIO, wait: Callable[[float], None] = time.sleep) -> int:
-    """Until the run, which may not have begun, has ended: 0; or its training process has died: 1."""
+    """Show a run, which may not have begun, until it has ended: 0; or its training process has died: 1."""
     if output.isatty() and find_spec("rich") is not None:
         return _screen(followed, wait)
     told = ""
@@ -42,7 +42,7 @@ def watch(followed: Followed, output: TextIO, wait: Callable[[float], None] = ti
 
 
 def lines(followed: Followed, snapshots: list[Snapshot], found: list[Finding]) -> list[str]:
-    """What is new, a line each: steps with their scalars, the last one with its worst site, and findings if news."""
+    """Return what is new, a line each: steps with scalars, the last one with its worst site, and findings if news."""
     result = []
     for snapshot in snapshots:
         scalars = "".join(f"  {name} {value:.6g}" for name, value in snapshot.scalars.items())
