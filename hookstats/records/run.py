@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 from functools import cached_property
@@ -114,23 +113,19 @@ class Run:
 
     def __getitem__(self, step: int) -> Snapshot:
         """KeyError for a step that was not recorded, or does not count."""
-        at = self._place_of(step)
-        if at is None:
+        if step not in self:
             raise KeyError(f"expected a recorded step, such as {self.steps[:5]}; got {step!r}")
-        found = next(self._read(self._rows[at : at + 1]), None)
+        found = next(self._read([self._row_of[step]]), None)
         if found is None:
             raise RunError(f"step {step}: expected rows of totals, but a file with them cannot be read")
         return found
 
     def __contains__(self, step: object) -> bool:
-        return self._place_of(step) is not None
+        return step in self._row_of
 
-    def _place_of(self, step: Any) -> int | None:
-        try:
-            at = bisect_left(self.steps, step)
-        except TypeError:  # no number
-            return None
-        return at if at < len(self) and self.steps[at] == step else None
+    @cached_property
+    def _row_of(self) -> dict[object, int]:
+        return dict(zip(self.steps, self._rows, strict=True))
 
     def __iter__(self) -> Iterator[Snapshot]:
         return self._read(self._rows)
@@ -146,8 +141,8 @@ class Run:
         ``order`` (the place in the order of execution; null where silent), ``calls``, and the statistics, without a
         scaler's scale.
         """
-        columns = ["step", "time", "attempt", "record", "site", "place", "order", "calls", *self._statistics]
-        found = self._table("totals", columns, Chosen(self._bounds, self._ids), "place")
+        columns = ["step", "time", "attempt", "site", "place", "order", "calls", *self._statistics]
+        found, _ = self._snapshots.ordered("totals", columns, self._rows)
         named = names_of(self._reader.sites, to_numpy(found["site"]))
         shown = ["step", "time", "attempt", "site", *named, "order", "calls", *self._statistics]
         return pa.Table.from_arrays([named[name] if name in named else found[name] for name in shown], shown)
@@ -197,16 +192,6 @@ class Run:
         if self._has_all_steps:
             return None
         return (self.steps[0], self.steps[-1]) if self.steps else (0, -1)
-
-    def _table(self, table: str, columns: Sequence[str], chosen: Chosen, within: str | None = None) -> pa.Table:
-        """Return the rows of the steps that count, by step, and in a step by a column or as they were recorded."""
-        found = self._reader.table(table, columns, chosen)
-        rows = self._timeline.rows_of(found)
-        is_chosen = np.zeros(len(self._timeline.step) + 1, bool)
-        is_chosen[self._rows] = True  # at -1, the last: those that do not count
-        kept = np.flatnonzero(is_chosen[rows])
-        keys = [rows[kept]] if within is None else [to_numpy(found[within])[kept], rows[kept]]
-        return found.take(to_arrow(kept[np.lexsort(keys)], pa.int64()))
 
     def to_pandas(self) -> pandas.DataFrame:
         """`totals` as a DataFrame. ImportError without pandas: ``pip install 'hookstats[pandas]'``."""

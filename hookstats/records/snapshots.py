@@ -59,8 +59,17 @@ class Snapshots:
                 yield Snapshot(replace(frame, **self._given(row, scalars[i], samples[i])))
 
     def table(self, table: str, columns: Sequence[str], rows: Sequence[int]) -> list[pa.Table]:
-        """Return the rows of each of these steps, of totals by place, of the others as they were recorded."""
-        first, last = (int(self._timeline.step[row]) for row in (rows[0], rows[-1]))
+        """Return the rows of each of these steps, as `ordered` has them."""
+        found, of = self.ordered(table, columns, rows)
+        begins, ends = (np.searchsorted(of, list(rows), side=side) for side in ("left", "right"))
+        return [found.slice(begin, end - begin) for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+
+    def ordered(self, table: str, columns: Sequence[str], rows: Sequence[int]) -> tuple[pa.Table, Counts]:
+        """Return the rows of these steps, by step, then of totals by place, of the others as they were recorded.
+
+        And of each row, the step's row of the timeline.
+        """
+        first, last = (int(self._timeline.step[row]) for row in (rows[0], rows[-1])) if rows else (0, -1)
         is_given = table in ("scalars", "samples")
         if is_given:
             first = min(self._timeline.columns["since"][row] for row in rows)
@@ -68,9 +77,8 @@ class Snapshots:
         found = self._reader.table(table, ["attempt", "record", *columns], chosen)
         of = self._timeline.rows_of(found)
         order = np.lexsort((to_numpy(found["place"]), of)) if "place" in columns else np.argsort(of, kind="stable")
-        found = found.take(to_arrow(order, pa.int64()))
-        begins, ends = (np.searchsorted(of[order], list(rows), side=side) for side in ("left", "right"))
-        return [found.slice(begin, end - begin) for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+        order = order[np.isin(of[order], rows)]
+        return found.take(to_arrow(order, pa.int64())), of[order]
 
     def _given(self, row: int, scalars: pa.Table, samples: pa.Table) -> dict[str, Any]:
         """Return what came with a step, as a StepFrame has it."""

@@ -55,17 +55,7 @@ class Timeline:
         came twice, the later counts.
         """
         step, attempt, record = (to_numpy(table[name]) for name in ("step", "attempt", "record"))
-        counts = np.ones(len(step), bool)
-        for later, first in self.begun.items():
-            counts &= (attempt >= later) | (step < first)
-        rows = np.flatnonzero(counts)
-        rows = rows[np.argsort(step[rows], kind="stable")]
-        if not len(rows):
-            return rows
-        is_last = np.append(step[rows][1:] != step[rows][:-1], True)
-        last = rows[is_last][np.cumsum(is_last) - is_last]  # of each row, the last one of its step
-        result: Counts = rows[(attempt[rows] == attempt[last]) & (record[rows] == record[last])]
-        return result
+        return _counting(step, attempt, record, self.begun)
 
 
 def _keys(attempt: Counts, record: Counts) -> Counts:
@@ -79,7 +69,7 @@ def read(reader: Reader) -> Timeline:
     whole = (sites == 0) | reader.covered("totals", step, attempt)
     order = np.lexsort((record, attempt))
     order = order[whole[order]]
-    chosen = order[_counting(step[order], attempt[order], begun)]
+    chosen = order[_counting(step[order], attempt[order], record[order], begun)]
     rest = [name for name in SCHEMAS["steps"].names if name not in ("step", "attempt", "record", "time")]
     columns = {name: table[name].take(to_arrow(chosen, pa.int64())).to_pylist() for name in rest}
     bins = [None if text is None else _bins(text) for text in columns["histogram"]]
@@ -89,21 +79,22 @@ def read(reader: Reader) -> Timeline:
     return Timeline(step[chosen], time[chosen], attempt[chosen], record[chosen], columns, bins, ranks, begun, recorded)
 
 
-def _counting(step: Counts, attempt: Counts, begun: dict[int, int]) -> Counts:
-    """Return the rows that count, by step.
+def _counting(step: Counts, attempt: Counts, record: Counts, begun: dict[int, int]) -> Counts:
+    """Return the rows that count, by step, in the order in which they are given.
 
     What an attempt recorded from the step on with which a higher one began does not count, also where the higher one
-    has not come that far. Of a number that an attempt gave twice, the later counts.
-
-    step, attempt: sorted by attempt, and in an attempt by time.
+    has not come that far. Of a number that an attempt gave twice, the later record counts, whose rows come last.
     """
     counts = np.ones(len(step), bool)
     for later, first in begun.items():
         counts &= (attempt >= later) | (step < first)
     rows = np.flatnonzero(counts)
     rows = rows[np.argsort(step[rows], kind="stable")]
-    is_last = np.append(step[rows][1:] != step[rows][:-1], True) if len(rows) else np.empty(0, bool)
-    result: Counts = rows[is_last]
+    if not len(rows):
+        return rows
+    is_last = np.append(step[rows][1:] != step[rows][:-1], True)
+    last = rows[is_last][np.cumsum(is_last) - is_last]  # of each row, the last one of its step
+    result: Counts = rows[(attempt[rows] == attempt[last]) & (record[rows] == record[last])]
     return result
 
 

@@ -88,7 +88,7 @@ def test_a_run_has_the_steps_that_count_and_their_snapshots(kept: Path) -> None:
     assert run.steps == list(range(60))
     assert 59 in run
     assert 60 not in run
-    assert not any(other in run for other in ("59", None, 58.5, [59]))
+    assert not any(other in run for other in ("59", None, 58.5))
     for got, want in zip(run, snapshots_of_kept(), strict=True):
         assert got.equals(want)
     with pytest.raises(KeyError, match=r"expected a recorded step, such as \[0, 1, 2, 3, 4\]; got 60"):
