@@ -74,7 +74,7 @@ class Snapshots:
         if is_given:
             first = min(self._timeline.columns["since"][row] for row in rows)
         chosen = Chosen((first, last), None if is_given else self._sites)
-        found = self._reader.table(table, ["attempt", "record", *columns], chosen)
+        found = self._reader.table(table, list(dict.fromkeys(["attempt", "record", *columns])), chosen)
         of = self._timeline.rows_of(found)
         order = np.lexsort((to_numpy(found["place"]), of)) if "place" in columns else np.argsort(of, kind="stable")
         order = order[np.isin(of[order], rows)]

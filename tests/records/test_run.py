@@ -431,7 +431,7 @@ def test_another_version_is_refused_with_what_to_do(tmp_path: Path, monkeypatch:
     keep(tmp_path, {0: [recorded.measured(0)]})
     monkeypatch.undo()
     for read in (lambda: hookstats.load(tmp_path), lambda: Store(tmp_path / "rank=0")):
-        with pytest.raises(SchemaError, match=r"expected schema version 6, got 99: .* into another directory"):
+        with pytest.raises(SchemaError, match=r"expected schema version 7, got 99: .* into another directory"):
             read()
 
 
