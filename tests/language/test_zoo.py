@@ -113,25 +113,16 @@ def test_the_largest_logits_are_those_of_float64(model_type: str) -> None:
     measured(model, model)
 
 
-@pytest.mark.parametrize("model_type", TEN[:2])
-def test_graphs_see_the_same_logits(model_type: str) -> None:
-    compare_graph(model_type, "eager")
-
-
-def compare_graph(model_type: str, backend: str) -> float:
-    """How far the largest logits in a graph are from those in eager mode, at most."""
+def test_graphs_see_the_same_logits() -> None:
     torch._dynamo.reset()
-    model = zoo.make(model_type)
+    model = zoo.make("llama")
     eager = measured(model, model)
-    graph = measured(model, torch.compile(model, backend=backend))
+    graph = measured(model, torch.compile(model, backend="eager"))
     sites = [site for site in eager.order if site.tensor == "attention.max_logit"]
     assert sites
-    largest = 0.0
     for site in sites:
         mine, other = graph[site].channels, eager[site].channels
         assert mine is not None
         assert other is not None
         assert (mine.count == other.count).all()
-        largest = max(largest, float(abs(mine.max - other.max).max()))
-    assert largest < 1e-5
-    return largest
+        assert abs(mine.max - other.max).max() < 1e-5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -76,6 +77,7 @@ def fit_of(x: torch.Tensor, format: str, dim: int = -1) -> BlockFit:
     return one
 
 
+@functools.cache
 def tensors() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
 

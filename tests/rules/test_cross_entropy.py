@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -25,9 +26,12 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def ways() -> list[Any]:
-    with_scaler = {"autocast": torch.float16}
-    return [pytest.param(how, id=name) for name, how in (WAYS | {"scaler": with_scaler}).items()]
+def cases(losses: Iterable[str]) -> list[Any]:
+    """Each loss in float32, and the first of them in all ways."""
+    first, *others = losses
+    ways = WAYS | {"scaler": {"autocast": torch.float16}}
+    found = [(first, name, how) for name, how in ways.items()] + [(each, "float32", {}) for each in others]
+    return [pytest.param(loss, how, id=f"{loss}-{name}") for loss, name, how in found]
 
 
 def run(loss: str | Loss, how: dict[str, Any], **more: Any) -> list[Snapshot]:
@@ -43,8 +47,7 @@ def number_of(snapshot: Snapshot, name: str) -> Any:
     return snapshot["", f"token_weights.{name}"].total
 
 
-@pytest.mark.parametrize("how", ways())
-@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize(("name", "how"), cases(HEALTHY))
 def test_a_mean_over_tokens_is_told_nothing(name: str, how: dict[str, Any]) -> None:
     taken = run(HEALTHY[name], how)
     assert [each for each in judged(taken) if each.severity != "note"] == []
@@ -65,8 +68,9 @@ FACTORS = {
 PADDED = {"losses_that_are_summed": 68.0, "losses_that_are_divided_by_tokens_twice": 0.014968}  # a mean of quotients
 
 
-@pytest.mark.parametrize("how", ways())
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    ("name", "how"), [*cases(FAULTS), ("losses_that_are_divided_by_tokens_twice", WAYS["padded"])], ids=str
+)
 def test_another_denominator_is_found_with_its_factor_and_its_cause(name: str, how: dict[str, Any]) -> None:
     found = [each for each in judged(run(name, how)) if each.severity != "note"]
     assert len(found) == 1
