@@ -275,7 +275,8 @@ def made(step: int, *values: torch.Tensor) -> Snapshot:
     stats = [hookstats.measure(each, histogram=None) for each in values]
     return Snapshot.from_dict(
         {
-            "version": 3,
+            "version": 4,
+            "rows": 1,
             "step": step,
             "scalars": {},
             "earlier_scalars": [],

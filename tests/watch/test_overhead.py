@@ -29,7 +29,9 @@ def run(model: nn.Module, mon: hookstats.Monitor, steps: int, optimizer: Any = N
 
 def test_nothing_is_known_before_the_second_step() -> None:
     mon = hookstats.attach(network(), every=1)
-    assert all(map(math.isnan, mon.overhead()))
+    *times, every, rows = mon.overhead()
+    assert all(map(math.isnan, times))
+    assert (every, rows) == (1, 1)
 
 
 def test_every_part_is_known_after_a_few_steps() -> None:
