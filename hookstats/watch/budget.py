@@ -87,7 +87,7 @@ class Budget:
 
     @property
     def times(self) -> bool:
-        """Whether the step that runs is one of those that are timed."""
+        """Tell whether the step that runs is one of those that are timed."""
         return bool(self._kind)
 
     def _choose(self) -> None:

@@ -1,4 +1,4 @@
-"""Whether what runs now is measured: a monitor's flags on the host and on each device, and that evaluation is left out.
+"""A monitor's flags on the host and on each device, which say whether what runs now is measured; evaluation is not.
 
 A pause, a step that is not measured, evaluation: hooks ask the host's flag, kernels and compiled graphs the device's.
 """
@@ -17,7 +17,7 @@ from hookstats.modules.selection import unwrapped
 
 
 def is_capturing() -> bool:
-    """Whether what this thread launches becomes part of a CUDA graph: nothing may be waited for, or made for later."""
+    """Tell whether what this thread launches becomes part of a CUDA graph: then nothing may be waited for, or made."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -33,7 +33,7 @@ MONITORS = Monitors()
 
 
 class Flags:
-    """Whether anything is to be measured now: one int32 on the host, one on each device."""
+    """Flags that say whether anything is to be measured now: one int32 on the host, one on each device."""
 
     _numbers = itertools.count()
 
@@ -58,7 +58,7 @@ class Flags:
         return nullcontext() if times is None else times.span(calls)
 
     def is_open(self) -> bool:
-        """Whether what runs now is measured. What a CUDA graph captures is: in a replay the device's flag decides."""
+        """Tell whether what runs now is measured. What a CUDA graph captures is: a replay asks the device's flag."""
         return self._value or (not self.enabled.is_paused and is_capturing())
 
     @property
@@ -73,7 +73,7 @@ class Flags:
 
 
 class TrainingOnly:
-    """Whether a monitor leaves evaluation out.
+    """Decides whether a monitor leaves evaluation out.
 
     The `training` of the model's root decides, of what is inside wrappers (trainers evaluate that, and leave a
     wrapper's flag as it was); a frozen submodule in eval mode is measured.
@@ -102,7 +102,7 @@ class TrainingOnly:
             self._enabled.decide_by(root)
 
     def is_evaluating(self) -> bool:
-        """Whether a forward would be left out now."""
+        """Tell whether a forward would be left out now."""
         return self._enabled.leaves_out
 
     def forget(self) -> None:

@@ -1,4 +1,4 @@
-"""What happens when a module runs: the hooks, from its inputs and outputs to the extension."""
+"""Hooks that run with a module, from its inputs and outputs to the extension."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Kinds: TypeAlias = tuple[str | None, str | None]  # of a hook's sites: the tenso
 
 
 class SiteSpec:
-    """What is known of a hook's tensor: for `SiteBinder` and `Fitting` alone, never read on the fast way.
+    """Facts about a hook's tensor: for `SiteBinder` and `Fitting` alone, never read on the fast way.
 
     ``bound``: its width is settled. ``moved``: the width was another one than expected, once.
     """
@@ -54,12 +54,12 @@ class SiteSpec:
 
     @property
     def place(self) -> Place:
-        """Where its states lie now."""
+        """Return the place where its states lie now."""
         return next(iter(self.entries.values())).places[-1]
 
     @property
     def channel_dim(self) -> int:
-        """For the extension: as csrc/ops.h has it."""
+        """Return it as the extension has it: csrc/ops.h."""
         if self.channels.dim is not None and self.dims:
             return self.channels.dim
         found = self.dims if self.channels.dim is None else {}
@@ -67,7 +67,7 @@ class SiteSpec:
 
     @property
     def shown_dim(self) -> int | None:
-        """For people: the latest that was found; -1 if it is the last, else counted from the front.
+        """Return what people are shown: the latest that was found; -1 if it is the last, else counted from the front.
 
         What was not looked at, because its width and place are those of its module's type, has the dimensions of a
         batch: 1 of a convolution, whose channels are the third from the end. A dimension that the caller has given
@@ -85,7 +85,7 @@ class SiteSpec:
 
     @property
     def sites(self) -> dict[str, Site]:
-        """By tensor kind."""
+        """Return the sites by tensor kind."""
         return {kind: Site(self.name, kind + self.path) for kind in self.kinds if kind}
 
 
@@ -124,7 +124,7 @@ class Hook(ModuleHook, _native.Hook):
         self.parts: dict[str, Hook] = {}  # of a container, by path
 
     def __call__(self, module: Any, args: Any, output: Any) -> None:
-        """For the compiler and for subclasses. Else the extension does the same, without entering Python."""
+        """Serve the compiler and subclasses. Else the extension does the same, without entering Python."""
         if torch.compiler.is_compiling():
             return observe_in_graph(output, self)
         problem = _native.observe(output, self)
@@ -132,12 +132,12 @@ class Hook(ModuleHook, _native.Hook):
             self.binder.rebind(self, output, problem)
 
     def bind_sites(self) -> None:
-        """From now on it measures into the states that its sites have now."""
+        """Make it measure into the states that its sites have now."""
         sites = self.spec.entries
         self.bind(*(sites[kind].state if kind and not sites[kind].given_up else None for kind in self.spec.kinds))
 
     def bind(self, output: SiteState | None, gradient: SiteState | None) -> None:
-        """From now on it measures into these."""
+        """Make it measure into these from now on."""
         self.output, self.gradient = output, gradient
         state = output or gradient
         if state is not None:
@@ -147,7 +147,7 @@ class Hook(ModuleHook, _native.Hook):
         _native.bind(self, output, gradient, in_graph, self.is_table)
 
     def _lay_slots(self, device: torch.device) -> None:
-        """Where its tensors are: graphs whose inputs are on a CPU, too, are no CUDA graphs."""
+        """Lay them where its tensors are: graphs whose inputs are on a CPU, too, are no CUDA graphs."""
         if self.slot is not None and self.slot.device == device:
             return
         slots = self.binder.store.slots(device)
@@ -157,7 +157,7 @@ class Hook(ModuleHook, _native.Hook):
         self.slot, self.gradient_slot = slots if self.spec.kinds[1] else (slots[0], None)
 
     def watches_gradient(self, path: str) -> bool:
-        """Whether the gradient of a tensor at this path of a container can be watched. Can be traced."""
+        """Tell whether the gradient of a tensor at this path of a container can be watched. Can be traced."""
         return True
 
 
@@ -165,7 +165,7 @@ _native.call_in_c(Hook)
 
 
 class FedHook(Hook):
-    """Of numbers that were computed from what runs, such as those of attention logits. It hangs on no module."""
+    """Takes numbers that were computed from what runs, such as those of attention logits. It hangs on no module."""
 
     __slots__ = ()
     is_late = True
@@ -183,7 +183,7 @@ class FedHook(Hook):
 
 
 class FedGradientHook(FedHook):
-    """The same, of numbers that are computed inside a backward: where it recomputes a forward, outputs do not count."""
+    """Takes numbers that are computed inside a backward: where it recomputes a forward, outputs do not count."""
 
     __slots__ = ()
 
@@ -260,5 +260,5 @@ def _aliases(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _is_one(args: Any, kwargs: Any) -> bool:
-    """Whether a positional tensor is given, and none by name."""
+    """Tell whether one positional tensor is given, and none by name."""
     return len(args) == 1 and isinstance(args[0], torch.Tensor) and not any(True for _ in walk(kwargs))

@@ -18,7 +18,7 @@ _SAMPLED = "sampled "  # before the name of a monitor: of the rows that count, t
 
 
 def rows_on(device: torch.device, monitor: str, is_sampled: bool = False) -> Rows | None:
-    """What counts of a tensor there; None: all. Can be traced.
+    """Return the rows that count of a tensor there; None: all. Can be traced.
 
     monitor: Flags.monitor. is_sampled: of a tensor of which some rows alone are read, where the monitor does that.
 
@@ -74,7 +74,7 @@ class Ignoring:
                 )
 
     def refresh(self) -> None:
-        """To be called when other rows, another device, or another step (measured or not, or sampled) comes."""
+        """Renew what hooks and graphs read: when rows, a device, or a step (measured or not, or sampled) change."""
         with self._store.lock:
             for entered in {entered.thread: entered for entered in self._entered}.values():
                 rows = self._counted(entered)
@@ -84,13 +84,13 @@ class Ignoring:
             self._store.flags.enabled.count([entered.counted for entered in self._entered])
 
     def _set_rows(self, entered: _Entered, rows: list[Rows], sampled: list[Rows]) -> None:
-        """For graphs."""
+        """Tell graphs."""
         _native.now.set_rows(entered.thread, self._store.flags.monitor, rows)
         if self._store.may_sample:
             _native.now.set_rows(entered.thread, _SAMPLED + self._store.flags.monitor, sampled)
 
     def _sampled(self, rows: Rows) -> Rows:
-        """Of the rows that count, those that are read in this step. What a CUDA graph captures is of all steps."""
+        """Return those that are read in this step; all of them for a CUDA graph, which is of all steps."""
         every, phase = self._store.flags.enabled.sampling
         return rows if every == 1 or is_capturing() else _some_of(rows, every, phase)
 

@@ -1,4 +1,4 @@
-"""What recordings find while training goes on, and what is done then: told, raised, looked at more closely."""
+"""Acts on what recordings find while training goes on: tells, raises, looks more closely."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Recorder(Protocol):
     def take(self, frame: StepFrame) -> None: ...
 
     def take_given(self, given: Given) -> None:
-        """Of steps that were not measured, by their number: those behind the last measured one, or very many."""
+        """Take what came with steps that were not measured, by number: those after the last measured one, or many."""
 
     def take_early(self, given: Given) -> None:
         """Scalars of a step that was not measured: the next measured one brings them again, if one comes."""
@@ -55,7 +55,7 @@ class Recorder(Protocol):
         """send: is to be called first where the process ends without `close`."""
 
     def findings(self) -> Sequence[Any]:
-        """Those that came since the last call, each like `hookstats.results.Finding`; called in every step."""
+        """Return those that came since the last call, each like `hookstats.results.Finding`; called in every step."""
 
     def wait(self, timeout: float) -> None:
         """Until all that was taken is judged; TimeoutError."""
@@ -112,7 +112,7 @@ class Judging:
         return is_serious
 
     def is_escalated(self, step: int) -> bool:
-        """Whether a step is measured for what was found, with all channels."""
+        """Tell whether a step is measured for what was found, with all channels."""
         return step <= self._until
 
     def act(self) -> None:
@@ -164,7 +164,7 @@ class Judging:
             recorder.wait(timeout)
 
     def written(self, timeout: float) -> Path:
-        """Of the first recorder that keeps steps in a directory; ValueError where there is none. See `Keeper`."""
+        """Return the directory of the first `Keeper`; ValueError where there is none."""
         for recorder in self._recorders:
             if isinstance(recorder, Keeper):
                 return recorder.written(timeout)

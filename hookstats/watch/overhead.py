@@ -1,4 +1,4 @@
-"""What hookstats itself takes of a training step, by the host's clock; whole steps by a GPU's. Waits for nothing."""
+"""Times of a training step: hookstats' own by the host's clock, whole steps by a GPU's. Waits for nothing."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Stopwatch:
             self._timed.append(self._flags.enabled.times)
 
     def _is_its_turn(self) -> bool:
-        """Of the measured steps, spread over the run: its first ones may be those in which the machine is busy."""
+        """Choose measured steps that are spread over the run: in its first ones the machine may be busy."""
         turn = self._measured_steps
         self._measured_steps += 1
         return len(self._timed) < _TIMED_STEPS and (turn < _FIRST or turn % _APART == 0)
@@ -158,7 +158,7 @@ class _Nothing(nn.Module):
 
 
 def _us_of_a_hook(hook: Callable[..., None]) -> float:
-    """What it adds to a module's call: torch's own way of calling hooks takes most of it."""
+    """Measure what it adds to a module's call: torch's own way of calling hooks takes most of it."""
     x, bare, hooked = torch.empty(0), _Nothing(), _Nothing()
     hooked.register_forward_hook(hook)
     shortest = dict.fromkeys((bare, hooked), float("inf"))
@@ -172,6 +172,6 @@ def _us_of_a_hook(hook: Callable[..., None]) -> float:
 
 
 def _mean(values: Iterable[float | None]) -> float:
-    """Of those that are known; NaN where none is."""
+    """Return the mean of those that are known; NaN where none is."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else float("nan")
