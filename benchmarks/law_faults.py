@@ -53,7 +53,7 @@ class Fault(NamedTuple):
     place: str  # a parameter; empty: the step as a whole
     factor: float  # NaN: none is known
     gradient: Callable[[torch.Tensor], object] | None = None
-    in_step: Callable[[torch.optim.Optimizer, torch.Tensor], object] | None = None
+    in_step: Callable[[torch.optim.Optimizer, Any], object] | None = None
     between: Callable[[torch.Tensor], object] | None = None
     loss: Callable[[torch.Tensor, int], torch.Tensor] = lambda loss, tokens: loss
 
@@ -116,7 +116,7 @@ def trained(way: str, fault: Fault | None) -> list[Snapshot]:
                 loss = cross_entropy(logits.float(), ids[:, 1:].flatten())
                 losses.append(loss.detach())
                 wrong = fault.loss(loss, 96) if fault is not None and now[0] else loss
-                scaler.scale(wrong / microbatches).backward()  # type: ignore[no-untyped-call]
+                scaler.scale(wrong / microbatches).backward()
             scaler.unscale_(optimizer)
             if fault is not None and fault.gradient is not None and now[0]:
                 with torch.no_grad():

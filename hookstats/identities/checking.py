@@ -92,13 +92,17 @@ class Identities:
             sides = [
                 [(term, read[term.parameter].sums[_key(term)]) for term in side] for side in (each.left, each.right)
             ]
-            named = [[(t.parameter, t.grouped(sums[0], each.groups).numpy()) for t, sums in side] for side in sides]
-            weights = [[sums[2] if parameters[t.parameter].dim() > 1 else None for t, sums in side] for side in sides]
-            spread = spread_of(each, spreads, *weights, torch.device("cpu"))
+            left, right = (
+                [(t.parameter, t.grouped(sums[0], each.groups).numpy()) for t, sums in side] for side in sides
+            )
+            of_left, of_right = (
+                [sums[2] if parameters[t.parameter].dim() > 1 else None for t, sums in side] for side in sides
+            )
+            spread = spread_of(each, spreads, of_left, of_right, torch.device("cpu"))
             squares = torch.stack([t.grouped(sums[1], each.groups) for side in sides for t, sums in side]).sum(0)
             unit = unit_of(each, spreads, [parameters[name] for name in each.parameters])
             variance = (squares if spread is None else squares + spread) * unit**2
-            given.append((each, *named, variance.numpy()))
+            given.append((each, left, right, variance.numpy()))
         broken = [judge(*one, ()) is not None for one in given]
         held = {name for one, off in zip(given, broken, strict=True) if not off for name in one[0].parameters}
         breaks = [judge(*one, held) for one, off in zip(given, broken, strict=True) if off]

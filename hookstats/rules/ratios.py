@@ -220,7 +220,7 @@ def judge_ratios(
         begins = begins and bool(agreed[site] or (is_alike[i] and not known[site]))
         if begins:
             first[site], since[site], late[site] = relative[i], step.number, agreed[site]
-            is_whole[site] = is_alike[i] and is_far[i] and _is_whole(relative[i], exactly[i])
+            is_whole[site] = is_alike[i] and is_far[i] and _is_whole(float(relative[i]), float(exactly[i]))
         lengths[site] = lengths[site] + 1 if goes_on or begins else 0
         agreed[site], known[site] = keeps[i], True
         now[site] = lengths[site] >= (_OF_WHOLE if is_whole[site] else steps)
@@ -253,7 +253,8 @@ def _tolerance(memory: Memory, key: str, sides: Sides, keeps: Mask, common: floa
     factors, tells = sides.factors()
     off = np.max(abs(factors[keeps] / common - 1) * tells[keeps], initial=0.0)
     memory[key] = max(float(memory.get(key, 0.0)), float(off))
-    return np.maximum(4 * memory[key] / np.maximum(tells, 1.0), _EXACT)
+    exact: Array = np.maximum(4 * memory[key] / np.maximum(tells, 1.0), _EXACT)
+    return exact
 
 
 def _is_whole(factor: float, tolerance: float) -> bool:

@@ -258,7 +258,7 @@ def check_rows(rows: object) -> None:
 def check_budget(budget: object, every: object, rows: object) -> None:
     if budget is None:
         return
-    if not isinstance(budget, Real) or isinstance(budget, bool) or not 0 < budget < 1:
+    if not isinstance(budget, Real) or isinstance(budget, bool) or not 0 < float(budget) < 1:
         raise ValueError(f"budget: expected a share of the time of a step, such as 0.01, or None; got {budget!r}")
     if every != DEFAULT_EVERY or rows != 1:
         raise ValueError(f"budget: expected neither every= nor rows=, which it chooses; got {every=} and {rows=}")
