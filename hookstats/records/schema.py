@@ -22,6 +22,7 @@ from hookstats.records.arrays import from_list, to_arrow
 VERSION = 7
 ROW_GROUP = 10_000  # rows of totals
 FLUSH = 8 << 20  # bytes that are held before they are written as row groups
+LISTS = 1 << 20  # the same of channels and of histograms: one step is read without many others
 
 # Of each field of a state, the column that holds it; those not in STATISTICS are raw.
 STATE = {name: name if name in ("count", "zeros", "nans", "posinfs", "neginfs") else f"state_{name}" for name in FIELDS}

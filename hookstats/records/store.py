@@ -25,7 +25,7 @@ from hookstats.records.attempts import Attempt, end_attempt, is_training, read_a
 from hookstats.records.errors import Damaged, RunError
 from hookstats.records.parts import Name, OpenPart, list_parts, read_footer
 from hookstats.records.reading import Chosen, Reader, read_sites
-from hookstats.records.schema import FLUSH, ROW_GROUP, SCHEMAS, names_of, written
+from hookstats.records.schema import FLUSH, LISTS, ROW_GROUP, SCHEMAS, names_of, written
 
 FAN_IN = 4  # files that become one
 LARGE = 16 << 20  # bytes: such a file is not made larger, so that one step is not spread over the whole run
@@ -179,7 +179,7 @@ class Store:
                 self._held[table].append(columns)
                 self._bytes[table] += size
                 self.size += size
-                if self._bytes[table] >= FLUSH:
+                if self._bytes[table] >= (FLUSH if table == "totals" else LISTS):
                     self._flush(table)
         self._rows["steps"].append(encoding.step_row(frame, key, len(ids)))
         self._add_given(Given(frame.earlier_scalars, frame.sample_ids), key)
