@@ -1,4 +1,4 @@
-"""What a rank holds that other ranks may hold, too: a model's tensors, each with what tells it from others."""
+"""The tensors of a model that other ranks may hold, too, each with what identifies it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Contents(NamedTuple):
 
 
 def contents_of(model: nn.Module, optimizers: Sequence[Any], buffers: bool, gradients: bool) -> Contents:
-    """All tensors of a model and of the optimizers' state, a shared one under its first name."""
+    """Return all tensors of a model and of the optimizers' state, a shared one under its first name."""
     contents = Contents([], {})
     flat = {id(each) for module in flattened(model) for each in module._parameters.values()}
     names: dict[int, str] = {}  # of parameters
@@ -85,7 +85,7 @@ def _add(contents: Contents, name: str, kind: str, tensor: torch.Tensor, is_flat
 
 
 def _piece(tensor: Any) -> str:
-    """Where a DTensor's part lies, but for its copies: its coordinates in the dimensions that cut the tensor."""
+    """Return the place of a DTensor's part: its coordinates in the dimensions that cut the tensor."""
     mesh = tensor.device_mesh
     coordinates = mesh.get_coordinate()
     if coordinates is None:
@@ -99,7 +99,7 @@ def _piece(tensor: Any) -> str:
 
 
 def _unreadable(tensor: torch.Tensor, local: torch.Tensor) -> str | None:
-    """Why the bits cannot be read; None where they can."""
+    """Return the reason why the bits cannot be read; None where they can."""
     if nn.parameter.is_lazy(tensor):
         return "not initialised yet"
     if problem := unreduced(tensor):
@@ -117,44 +117,79 @@ def _unreadable(tensor: torch.Tensor, local: torch.Tensor) -> str | None:
 
 @torch.no_grad()
 def checksums(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
-    """64 bits that stand for those of each tensor, wherever it lies, in the order of its elements.
+    """Return 64 bits that stand for those of each tensor, wherever it lies, in the order of its elements.
 
     Words of 8 bytes w_i become the sum of fmix64(w_i + (i + 1) * golden), modulo 2^64, where fmix64, the finalizer of
-    MurmurHash3, is one to one: one flipped bit always makes another sum. By torch's operators; one copy a device.
+    MurmurHash3, is one to one: one flipped bit always makes another sum. By torch's operators, for many small tensors
+    at once; one copy a device.
     """
     sums = np.zeros(len(tensors), np.int64)
     for device in {each.device for each in tensors}:
         here = [i for i, each in enumerate(tensors) if each.device == device]
         at_once = _WORDS if device.type == "cpu" else 64 * _WORDS  # what a cache holds; what makes up for a launch
         steps = torch.arange(1, at_once + 1, device=device) * _GOLDEN
-        sums[here] = torch.stack([_sum_of(_words(tensors[i]), steps) for i in here]).cpu().numpy()
+        found = steps.new_zeros(len(here))
+        for chunk in _chunks([tensors[i] for i in here], 8 * at_once):
+            _add_sums(chunk, steps, found)
+        sums[here] = found.cpu().numpy()
     return sums
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """uint8 ``[bytes]``, in the order of the elements; a copy where these do not lie so."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    """Return uint8 ``[bytes]``, in the order of the elements; a copy where these do not lie so."""
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """int64; zeros fill the last one."""
-    content = bytes_of(tensor)
-    if len(content) % 8 or content.storage_offset() % 8:
-        content = torch.nn.functional.pad(content, (0, -len(content) % 8)).clone()
-    return content.view(torch.int64)
+class _Part(NamedTuple):
+    number: int  # of the tensor
+    begin: int  # word of it
+    content: torch.Tensor
 
 
-def _sum_of(words: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    total = steps.new_zeros(())
-    for number, part in enumerate(words.split(len(steps))):
-        mixed = part + steps[: len(part)]
-        mixed += _signed(number * len(steps) * _GOLDEN)
-        for shift, factor in ((33, _signed(0xFF51AFD7ED558CCD)), (33, _signed(0xC4CEB9FE1A85EC53)), (33, 1)):
-            mixed.bitwise_xor_((mixed >> shift).bitwise_and_((1 << 64 - shift) - 1)).mul_(factor)
-        total += mixed.sum()
-    return total
+def _chunks(tensors: Sequence[torch.Tensor], at_once: int) -> Iterator[list[_Part]]:
+    """Cut tensors into chunks of so many bytes at most, in order."""
+    chunk: list[_Part] = []
+    size = 0
+    for number, tensor in enumerate(tensors):
+        whole = bytes_of(tensor)
+        parts = [whole] if whole.numel() <= at_once else whole.split(at_once)
+        for n, content in enumerate(parts):
+            if size + content.numel() > at_once:
+                yield chunk
+                chunk, size = [], 0
+            if content.numel():
+                chunk.append(_Part(number, n * at_once // 8, content))
+                size += -(-content.numel() // 8) * 8
+    if chunk:
+        yield chunk
+
+
+def _add_sums(chunk: list[_Part], steps: torch.Tensor, found: torch.Tensor) -> None:
+    """Add the sums of a chunk to those of its tensors. steps: of words 0, 1, ... of a tensor."""
+    content, zeros = chunk[0].content, steps.new_zeros(8, dtype=torch.uint8)
+    if len(chunk) > 1 or content.numel() % 8 or content.storage_offset() % 8:  # the parts of large tensors stay there
+        content = torch.cat([part for each in chunk for part in (each.content, zeros[: -each.content.numel() % 8])])
+    mixed = content.view(torch.int64) + steps[: content.numel() // 8]
+    if len(chunk) == 1:
+        mixed += _signed(chunk[0].begin * _GOLDEN)
+        found[chunk[0].number] += _mixed(mixed).sum()
+        return
+    lengths = np.array([-(-each.content.numel() // 8) for each in chunk])
+    ends = np.cumsum(lengths)
+    # By how many words each is farther on in its tensor than in the chunk.
+    ahead = np.array([each.begin for each in chunk]) - (ends - lengths)
+    table = np.stack([ahead * _GOLDEN, lengths, ends - 1, [each.number for each in chunk]])
+    added, count, last, number = torch.from_numpy(table).to(found.device)
+    mixed += torch.repeat_interleave(added, count, output_size=mixed.numel())
+    found.index_add_(0, number, _mixed(mixed).cumsum(0)[last].diff(prepend=found.new_zeros(1)))
+
+
+def _mixed(words: torch.Tensor) -> torch.Tensor:
+    for shift, factor in ((33, _signed(0xFF51AFD7ED558CCD)), (33, _signed(0xC4CEB9FE1A85EC53)), (33, 1)):
+        words.bitwise_xor_((words >> shift).bitwise_and_((1 << 64 - shift) - 1)).mul_(factor)
+    return words
 
 
 def _signed(bits: int) -> int:
-    """The int64 of these bits, modulo 2^64."""
+    """Return the int64 of these bits, modulo 2^64."""
     return (bits + (1 << 63)) % (1 << 64) - (1 << 63)
