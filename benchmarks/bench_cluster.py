@@ -39,13 +39,13 @@ def step_of(sites: Sites, step: int) -> StepFrame:
 
 def merges(rank: int, world: int, bins: Bins | None) -> dict[str, float]:
     where = sites_of(SITES, 1, bins)
-    merging, moved, reduce = Merging(range(world), Tables(1 << 28, False), 600.0), [0], Exchange._reduce
+    merging, moved, reduce = Merging(range(world), Tables(1 << 28, False), 600.0), [0], Exchange.reduce
 
     def counted(self: Any, wanted: Any) -> Any:
         moved[0] += sum(numbers.nbytes for numbers, _ in wanted)
         return reduce(self, wanted)
 
-    Exchange._reduce = counted  # type: ignore[method-assign]
+    Exchange.reduce = counted  # type: ignore[method-assign]
     times: list[float] = []
     submits: list[float] = []
     before = 0.0

@@ -32,7 +32,7 @@ EVERY = 10  # the default
 LATENCY = 50e-6  # s, of a message between two hosts by TCP
 BANDWIDTH = 1.25e9  # bytes/s, 10 Gbit/s a process: gloo's ring is not RDMA
 BYTES_RECORDED = {"totals": 71, "totals, histograms": 177}  # a site and step (benchmarks/bench_records.py)
-REDUCES = 4  # all-reduces of a step: which one it is; sums and extremes; second moments
+REDUCES = 3  # all-reduces of a step: which one it is; sums and extremes; second moments
 
 
 class Shape(NamedTuple):
@@ -143,14 +143,15 @@ class Merge(NamedTuple):
     kept: str  # of a site, where the whole is to fit into the budget
     bytes: int  # that each rank brings, and gets
     levels: int
-    collectives: int  # of each all-reduce two a level, one at the top, whatever the number of sites
+    collectives: int  # of each all-reduce two a level, whatever the number of sites
     seconds: float
 
 
 def seconds_of(groups: Iterable[int], size: int, latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> float:
     """The time of a merge of `size` bytes through groups of these sizes, from below; all members on hosts of their own.
 
-    Up by a ring: as many messages as there are members, twice, of as small a part each. Down by a binomial tree.
+    Up by a ring: as many messages as there are members, twice, of as small a part each (a few kB go to the first member
+    at once, which takes less). Down by a binomial tree.
     """
     seconds = 0.0
     for members in groups:
@@ -170,7 +171,7 @@ def merge_of(shape: Shape, mesh: Mesh) -> Merge:
         kept, size = "totals", sites * 8 * (len(FIELDS) + 8)
     plan = levels(range(mesh.ranks), local=8)
     groups = [max(map(len, level)) for level in plan]
-    return Merge(sites, kept, size, len(plan), REDUCES * (2 * len(plan) - 1), seconds_of(groups, size))
+    return Merge(sites, kept, size, len(plan), REDUCES * 2 * len(plan), seconds_of(groups, size))
 
 
 def host_seconds(sites: int, rounds: int = 20) -> float:

@@ -1,4 +1,4 @@
-"""Replicas that are none any more: which ranks are to hold the same, and which of them do not. Pure numpy."""
+"""Replicas that have drifted apart: the ranks that are to hold the same, and those that do not. Pure numpy."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import numpy as np
 
 from hookstats.cluster.packing import UNUSED, Held
 from hookstats.cluster.union import Union
-from hookstats.numbers.fields import Array, Counts, Site
+from hookstats.numbers.fields import Counts, Site
 from hookstats.numbers.kinds import kind_of
 from hookstats.numbers.ranks import Drift
 
 _STEPS = 3  # measured ones in which ranks that hold the same have changed alike
 _MOST = 1 << 20  # hashes of all ranks that are exchanged while these are found out
 _PATIENCE = 50  # measured ones without a change, after which it is no longer waited for one
-_PAST = 8  # measured steps in which a rank that is behind is known by what others held
+_BEFORE = 8  # measured steps in which a rank that is behind is known by what others held
+PAST = (2 + _BEFORE, 2)  # numbers of a site of which somebody differs, from each rank
 _NAMED = 16  # sites of a step of which it is found out who differs
 
 
@@ -30,7 +31,7 @@ class Vote(NamedTuple):
 
 
 def vote(have: Mapping[int, Hashable]) -> Vote | None:
-    """have: what each has. None: all the same."""
+    """Compare what each one has. None: all have the same."""
     value, count = Counter(have.values()).most_common(1)[0]
     if count == len(have):
         return None
@@ -42,81 +43,75 @@ def vote(have: Mapping[int, Hashable]) -> Vote | None:
 
 
 class Replicas:
-    """Who holds the same, where neither a DTensor nor DistributedDataParallel says it: found by its being so.
+    """The ranks that hold the same where neither a DTensor nor DistributedDataParallel says so.
 
-    Ranks whose states were equal in three measured steps, in each of which they had changed, are replicas. All ranks
-    come to the same conclusions.
+    They are found by comparing: ranks whose states were equal in three measured steps, in each of which they had
+    changed, are replicas. All ranks come to the same conclusions.
     """
 
     def __init__(self, rank: int) -> None:
         self.learned: dict[Site, tuple[int, ...]] = {}  # this rank's peers, itself among them
         self._rank = rank
-        self._groups: dict[Site, list[tuple[int, ...]]] = {}
-        self._seen: dict[Site, tuple[int, Counts]] = {}  # in how many steps; the latest hashes, of all ranks
+        self._seen: dict[Site, list[Counts]] = {}  # hashes of all ranks, of steps in which all had changed
         self._waited: dict[Site, int] = {}  # steps without a change
         self._settled: set[Site] = set()  # learned, or given up
-        self._past: deque[tuple[Union, Held]] = deque(maxlen=_PAST)  # what this rank has held in the steps before
+        self._before: deque[tuple[Union, Held]] = deque(maxlen=_BEFORE)  # what this rank has held in the steps before
 
     def to_learn(self, union: Union) -> list[Site]:
-        """The sites whose hashes are to be exchanged, a million at most, then the next ones."""
+        """Return the sites whose hashes are to be exchanged, a million at most, then the next ones."""
         sites = [site for site in union.unknown if site not in self._settled]
         return sites[: max(1, _MOST // len(union.ranks))]
 
     def learn(self, union: Union, sites: Sequence[Site], hashes: Counts) -> None:
-        """hashes: ``[ranks, sites]``."""
+        """Take the hashes of a step, ``[ranks, sites]``."""
+        ranks = np.array(union.ranks)
         for site, now in zip(sites, hashes.T, strict=True):
-            holders = (now < 0) | (now > UNUSED)
-            seen, before = self._seen.get(site, (0, np.zeros_like(now)))
+            holders, seen = (now < 0) | (now > UNUSED), self._seen.setdefault(site, [])
             # Zeros that stay: equal, and no replicas for all that is known.
-            if not holders.any() or (now == before)[holders].any():
+            if not holders.any() or (seen and (now == seen[-1])[holders].any()):
                 self._waited[site] = self._waited.get(site, 0) + 1
                 if self._waited[site] >= _PATIENCE:
                     self._settled.add(site)
                 continue
-            ranks = np.array(union.ranks)[holders]
-            alike: dict[tuple[int, int], list[int]] = {}
-            groups = self._groups.get(site, [tuple(union.ranks)])
-            earlier = {rank: n for n, group in enumerate(groups) for rank in group}
-            for rank, value in zip(ranks.tolist(), now[holders].tolist(), strict=True):
-                if rank in earlier:
-                    alike.setdefault((earlier[rank], value), []).append(rank)
-            self._groups[site] = [tuple(group) for group in alike.values() if len(group) > 1]
-            self._seen[site] = seen + 1, now
-            if seen + 1 == _STEPS:
-                self._settled.add(site)
-                for group in self._groups[site]:
-                    if self._rank in group:
-                        self.learned[site] = group
+            seen.append(now)
+            if len(seen) < _STEPS:
+                continue
+            self._settled.add(site)
+            columns = np.stack(self._seen.pop(site))
+            has_all = ((columns < 0) | (columns > UNUSED)).all(0)
+            peers = ranks[has_all & (columns == columns[:, ranks == self._rank]).all(0)]
+            if self._rank in peers and len(peers) > 1:
+                self.learned[site] = tuple(peers.tolist())
 
     def remember(self, union: Union, held: Held) -> None:
-        """What this rank has held in a step."""
-        self._past.appendleft((union, held))
+        """Keep what this rank has held in a step."""
+        self._before.appendleft((union, held))
 
-    def told(self, union: Union, sites: Sequence[Site], held: Held) -> Counts:
-        """``[sites, 2 + _PAST, 2]``: of sites that differ, with whom this rank is to hold the same, and whether that is
+    def history(self, union: Union, sites: Sequence[Site], held: Held) -> Counts:
+        """Return ``[sites, *PAST]`` of sites that differ: with whom this rank is to hold the same, and whether that is
         certain; what it holds, and when it was measured; the same of the steps before, the latest first."""
-        rows = np.zeros((len(sites), 2 + _PAST, 2), np.int64)
+        rows = np.zeros((len(sites), *PAST), np.int64)
         for row, site in zip(rows, sites, strict=True):
             row[0] = min(held.peers.get(site, (-1,))), site not in self.learned
-            for place, (of, each) in enumerate([(union, held), *self._past], start=1):
+            for place, (of, each) in enumerate([(union, held), *self._before], start=1):
                 if site in of.compared:
                     row[place] = each.hashes[of.compared[site]], each.moments[of.compared[site]]
         return rows
 
 
-def differing(union: Union, sums: Array) -> list[Site]:
-    """The sites of parameters of which peers hold other values. sums: of the first round, ``[3, compared]``.
+def differing(union: Union, sums: Counts) -> list[Site]:
+    """Return the sites of parameters of which peers hold other values. sums: of the first round, ``[2, compared]``.
 
     Only what was measured at the same place of a step, before an optimizer stepped or at its end, can be compared.
     """
-    sites = [site for site, i in union.compared.items() if sums[:2, i].any() and not sums[2, i]]
+    sites = [site for site, i in union.compared.items() if sums[0, i] and not sums[1, i]]
     return [site for site in sites if kind_of(site.tensor).is_replicated][:_NAMED]
 
 
 def drifts(union: Union, sites: Sequence[Site], everybodys: Counts) -> tuple[tuple[Drift, ...], tuple[int, int] | None]:
-    """everybodys: what `Replicas.told` gave, ``[ranks, sites, 2 + _PAST, 2]``.
+    """Find who has drifted. everybodys: the `Replicas.history` of all ranks, ``[ranks, sites, *PAST]``.
 
-    The second: two ranks that are at different steps, where there are some; nothing of theirs has drifted.
+    Also returns two ranks that are at different steps, where there are some; nothing of theirs has drifted.
     """
     found, apart = [], None
     for n, site in enumerate(sites):
@@ -139,9 +134,9 @@ def drifts(union: Union, sites: Sequence[Site], everybodys: Counts) -> tuple[tup
 
 
 def _are_apart(one: Counts, other: Counts) -> bool:
-    """Whether two ranks that hold different values are at different steps: nothing says that they have drifted.
+    """Return True where two ranks hold different values because they are at different steps; they have not drifted.
 
-    one, other: ``[1 + _PAST, 2]``, what each holds and held, and when. One holds now what the other one held. Or, by
+    one, other: ``[1 + _BEFORE, 2]``, what each holds and held, and when. One holds now what the other one held. Or, by
     the number of optimizers' steps, they were measured at different moments, and held the same at the latest that both
     know, if any: one has closed fewer steps than it trained.
     """

@@ -1,4 +1,4 @@
-"""What ranks tell each other: one primitive, an all-reduce, over gloo groups of hookstats' own.
+"""Communication of ranks: one primitive, an all-reduce, over gloo groups of hookstats' own.
 
 A mismatch or a timeout here aborts no collective of the trainer's. The store is a copy of the default group's;
 `torch.distributed.new_group` would not do: it names groups by a count that all ranks must share, with the user's own
@@ -30,6 +30,8 @@ Store: TypeAlias = Any
 Numbers: TypeAlias = NDArray[Any]
 
 FAN = 64
+_GATHERED = 8 << 20  # bytes of a group's members that may be at its first member at once
+_AS_REDUCE_OP: dict[np.ufunc, Any] = {np.add: c10d.ReduceOp.SUM, np.maximum: c10d.ReduceOp.MAX}
 _POLL, _LONGEST_POLL = 1e-4, 2e-2  # seconds between two looks at a collective
 # By the group of all ranks: how many there are of a name over the same ranks.
 _made: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
@@ -37,7 +39,7 @@ _LOOK = 0.5  # seconds until the first look at the store; later ones are farther
 
 
 def default_store() -> Store:
-    """A connection of our own to the store of torch.distributed: another one's long wait would block it.
+    """Connect anew to the store of torch.distributed: the connection of others may be blocked by a long wait.
 
     RuntimeError where this torch has none to give.
     """
@@ -56,7 +58,7 @@ def default_store() -> Store:
 
 
 def levels(ranks: Sequence[int], fan: int = FAN, local: int = 1) -> list[list[tuple[int, ...]]]:
-    """The groups of each level, of at most `fan` ranks: the first rank of each goes on to the next level.
+    """Return the groups of each level, of at most `fan` ranks: the first rank of each goes on to the next level.
 
     local: the number of ranks on a node, which meet first; 1: unknown. No level for one rank alone.
     """
@@ -78,7 +80,7 @@ def levels(ranks: Sequence[int], fan: int = FAN, local: int = 1) -> list[list[tu
 
 
 def _cut(ranks: list[int], fan: int) -> list[tuple[int, ...]]:
-    """Cuts ranks into as few groups as possible, of about the same size."""
+    """Cut ranks into as few groups as possible, of about the same size."""
     count = -(-len(ranks) // fan)
     ends = [len(ranks) * i // count for i in range(count + 1)]
     return [tuple(ranks[begin:end]) for begin, end in itertools.pairwise(ends)]
@@ -87,6 +89,7 @@ def _cut(ranks: list[int], fan: int) -> list[tuple[int, ...]]:
 class _Group(NamedTuple):
     gloo: Any
     place: int  # of this rank among the members, whose first one leads
+    size: int
 
 
 class Exchange:
@@ -117,29 +120,23 @@ class Exchange:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._local = local if local > 0 and c10d.get_world_size() % local == 0 else 1
         self._groups: list[_Group] | None = None
-        self._is_top = False
 
     def sum(self, numbers: Numbers) -> Numbers:
-        """``[...]`` of float64 or int64, of the same shape on all ranks: their sum, the same bits on all."""
-        return self._reduce([(numbers, c10d.ReduceOp.SUM)])[0]
+        """Return the sum of arrays of float64 or int64, of one shape on all ranks: the same bits on all."""
+        return self.reduce([(numbers, np.add)])[0]
 
     def max(self, numbers: Numbers) -> Numbers:
-        """The same of the largest; also of uint8."""
-        return self._reduce([(numbers, c10d.ReduceOp.MAX)])[0]
-
-    def sum_and_max(self, summed: Numbers, largest: Numbers) -> tuple[Numbers, Numbers]:
-        """Of one array the sum, of another one the largest, at once."""
-        first, second = self._reduce([(summed, c10d.ReduceOp.SUM), (largest, c10d.ReduceOp.MAX)])
-        return first, second
+        """Return the largest of each element; also of uint8."""
+        return self.reduce([(numbers, np.maximum)])[0]
 
     def gather(self, mine: Numbers) -> Numbers:
-        """int64 ``[...]`` of each rank, of one shape, as ``[ranks, ...]``."""
+        """Return the int64 arrays of all ranks, of one shape, as ``[ranks, ...]``."""
         everybodys = np.zeros((len(self.ranks), *mine.shape), np.int64)
         everybodys[self.place] = mine
         return self.sum(everybodys)
 
     def gather_texts(self, mine: bytes, wanted: bool = True) -> list[bytes]:
-        """Of each rank. wanted: whether that of this rank is; those of others are empty then."""
+        """Return the text of each rank. wanted: whether this rank's is to be sent; else it is empty."""
         text = np.frombuffer(mine if wanted else b"", np.uint8)
         ends = np.cumsum(self.gather(np.array(len(text))))
         whole = np.zeros(ends[-1], np.uint8)
@@ -148,7 +145,7 @@ class Exchange:
         return [whole[begin:end].tobytes() for begin, end in itertools.pairwise([0, *ends.tolist()])]
 
     def give_up(self) -> None:
-        """Lets the others know that this rank exchanges nothing any more; those that wait raise."""
+        """Let the others know that this rank exchanges nothing any more; those that wait raise."""
         with suppress(Exception):  # the store may have gone with the rank that kept it
             self._store.set("over", "")
 
@@ -161,42 +158,64 @@ class Exchange:
                 number, members = next((i, group) for i, group in enumerate(groups) if self.rank in group)
                 store = c10d.PrefixStore(f"{level}/{number}", self._store)
                 place = members.index(self.rank)
-                self._groups.append(_Group(_lazy_group(store, place, len(members), self.timeout), place))
-                self._is_top = level == len(plan) - 1
+                gloo = _lazy_group(store, place, len(members), self.timeout)
+                self._groups.append(_Group(gloo, place, len(members)))
                 if place:
                     break
         return self._groups
 
-    def _reduce(self, wanted: Sequence[tuple[Numbers, Any]]) -> list[Numbers]:
-        """Each by its operation."""
-        wholes = [torch.from_numpy(np.array(numbers, order="C")) for numbers, _ in wanted]
-        groups = self._connected()
+    def reduce(self, wanted: Sequence[tuple[Numbers, np.ufunc]]) -> list[Numbers]:
+        """Return the sum (np.add) or the largest (np.maximum) of several arrays at once."""
+        sizes = [numbers.nbytes for numbers, _ in wanted]
+        memory, ends = np.empty(sum(sizes), np.uint8), np.cumsum(sizes).tolist()
+        wholes = []
+        for (numbers, _), end in zip(wanted, ends, strict=True):
+            wholes.append(memory[end - numbers.nbytes : end].view(numbers.dtype).reshape(numbers.shape))
+            wholes[-1][...] = numbers
+        groups = self._connected() if memory.size else []
         for group in groups:
-            self._finish([self._begin(group, whole, op) for whole, (_, op) in zip(wholes, wanted, strict=True)], wholes)
-        for group in reversed(groups[: -1 if self._is_top else None]):
+            if group.size * memory.nbytes > _GATHERED:
+                self._reduce_along(group, wholes, [how for _, how in wanted])
+                continue
+            for (numbers, how), whole, each in zip(
+                wanted, wholes, self._gather_along(group, memory, ends), strict=True
+            ):
+                if group.place == 0:
+                    with np.errstate(over="ignore", invalid="ignore"):
+                        how.reduce(each.view(numbers.dtype).reshape(group.size, *numbers.shape), axis=0, out=whole)
+        for group in reversed(groups):
             options = c10d.BroadcastOptions()
             options.rootRank = 0
-            self._finish([group.gloo.broadcast([whole.view(-1)], options) for whole in wholes if whole.numel()], wholes)
-        return [whole.numpy() for whole in wholes]
+            self._finish([group.gloo.broadcast([torch.from_numpy(memory)], options)], memory)
+        return wholes
 
-    def _begin(self, group: _Group, whole: torch.Tensor, op: Any) -> Any:
-        assert self._groups is not None
-        flat = whole.view(-1)
-        if not flat.numel():
-            return None
-        if self._is_top and group is self._groups[-1]:
-            options = c10d.AllreduceOptions()
-            options.reduceOp = op
-            return group.gloo.allreduce([flat], options)
-        options = c10d.ReduceOptions()
-        options.reduceOp, options.rootRank = op, 0
-        return group.gloo.reduce([flat], options)
+    def _gather_along(self, group: _Group, memory: Numbers, ends: Sequence[int]) -> list[Numbers]:
+        """Return each section as ``[members, bytes]``, on the first member.
 
-    def _finish(self, works: Sequence[Any], memory: Sequence[torch.Tensor]) -> None:
-        """Looks at them until they are done: a thread that waited inside gloo would abort the interpreter's end."""
-        begin, look, running = time.monotonic(), _LOOK, [work for work in works if work is not None]
+        These are the fewest messages: for a few kB it is they that take the time.
+        """
+        everybodys = np.empty((group.size if group.place == 0 else 0, memory.size), np.uint8)
+        options = c10d.GatherOptions()
+        options.rootRank = 0
+        into = [list(torch.from_numpy(everybodys).unbind())] if group.place == 0 else []
+        self._finish([group.gloo.gather(into, [torch.from_numpy(memory)], options)], (everybodys, memory))
+        return [everybodys[:, begin:end] for begin, end in itertools.pairwise([0, *ends])]
+
+    def _reduce_along(self, group: _Group, wholes: Sequence[Numbers], by: Sequence[np.ufunc]) -> None:
+        """Reduce what is too large to be at one member all at once."""
+        works = []
+        for whole, how in zip(wholes, by, strict=True):
+            if whole.size:
+                options = c10d.ReduceOptions()
+                options.reduceOp, options.rootRank = _AS_REDUCE_OP[how], 0
+                works.append(group.gloo.reduce([torch.from_numpy(whole.reshape(-1))], options))
+        self._finish(works, wholes)
+
+    def _finish(self, works: Sequence[Any], memory: Any) -> None:
+        """Poll until all are done: a thread that waits inside gloo aborts the process when the interpreter ends."""
+        begin, look = time.monotonic(), _LOOK
         try:
-            while not all(work.is_completed() for work in running):
+            while not all(work.is_completed() for work in works):
                 waited = time.monotonic() - begin
                 if waited > self.timeout:
                     raise TimeoutError(f"expected the ranks {some(self.ranks)} to come within {self.timeout:g} s")
@@ -207,10 +226,10 @@ class Exchange:
                     if self._store.check(["over"]):
                         raise RuntimeError("another rank has given up")
                 time.sleep(min(max(_POLL, waited / 8), _LONGEST_POLL))
-            for work in running:
+            for work in works:
                 work.wait()  # is done: raises what failed
         except BaseException:
-            keep((running, memory))  # which they may still read and write
+            keep((works, memory))  # which they may still read and write
             self.give_up()
             raise
 
@@ -231,15 +250,15 @@ def _lazy_group(store: Store, place: int, size: int, timeout: float) -> Any:
 
 
 def keep(anything: Any) -> None:
-    """For good, beyond the end of the interpreter."""
+    """Keep an object alive for good, beyond the end of the interpreter."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(anything))
 
 
 def some(ranks: Sequence[int]) -> str:
-    """The first of them, and how many more."""
+    """Return the first of them, and how many more there are."""
     return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
 def _name_of(ranks: Sequence[int]) -> str:
-    """The same for the same ranks in the same order."""
+    """Return a name, the same for the same ranks in the same order."""
     return blake2b(repr(tuple(ranks)).encode(), digest_size=8).hexdigest()

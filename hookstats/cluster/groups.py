@@ -1,4 +1,4 @@
-"""Which ranks are merged, and what the user says of how plain tensors lie on them: the arguments, checked.
+"""The arguments that say which ranks are merged, and how plain tensors lie on them; checked.
 
 A mesh is seen by its axes: along each of its dimensions the ranks that differ from this one in it alone.
 """
@@ -34,7 +34,7 @@ class Group(NamedTuple):
 
 
 def axes_of(mesh: DeviceMesh) -> tuple[Axis, ...] | None:
-    """The axes of a mesh through this rank; None where this rank is not part of it."""
+    """Return the axes of a mesh through this rank; None where this rank is not part of it."""
     here = mesh.get_coordinate()
     if here is None:
         return None
@@ -47,7 +47,7 @@ def axes_of(mesh: DeviceMesh) -> tuple[Axis, ...] | None:
 
 
 def group_of(process_group: Any) -> Group:
-    """The ranks that ``process_group=`` names: those of a ProcessGroup, or all of a DeviceMesh.
+    """Return the ranks that ``process_group=`` names: those of a ProcessGroup, or all of a DeviceMesh.
 
     Raises:
         TypeError: for anything else. ValueError: where this rank is not one of them, or torch.distributed does not run.
@@ -77,7 +77,7 @@ def group_of(process_group: Any) -> Group:
 
 
 def checked_placements(placements: Any, group: Group, names: Iterable[str]) -> Wanted:
-    """What ``placements=`` says of the tensors whose modules or parameters its globs match; None: nothing.
+    """Check ``placements=``, which says how the tensors lie whose modules or parameters its globs match.
 
     Raises:
         TypeError, ValueError: for anything but ``{glob: Placement, or a tuple of them}``, one for each dimension of the

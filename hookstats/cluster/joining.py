@@ -1,4 +1,4 @@
-"""A monitor's steps by way of the other ranks: what watch is given of this room."""
+"""The interface that watch has to this room: a monitor gives its steps, and gets them merged."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Joined:
         self.is_first = rank == min(group.ranks)
 
     def submit(self, frame: StepFrame, held: dict[Site, LocalShard]) -> None:
-        """held: what this rank has of each site; the same object while nothing of it has changed."""
+        """Merge a step. held: what this rank has of each site; the same object while nothing of it has changed."""
         try:
             replicated = self._placements.replicated()
             if self._placing is None or self._placing[0] is not held or self._placing[1] != replicated:
@@ -65,7 +65,7 @@ class Joined:
             self._merging.submit(frame, self._placing[2])
 
     def arrived(self) -> list[StepFrame]:
-        """What all ranks have together, or this one alone, in the order of their submission; each once."""
+        """Return the steps of all ranks together, or of this one alone, in the order of their submission; each once."""
         arrived, self._arrived = [*self._arrived, *self._merging.arrived()], []
         return arrived
 
@@ -79,9 +79,9 @@ class Joined:
         return found
 
     def wait(self, timeout: float) -> None:
-        """Until all that was submitted has arrived, or `timeout` seconds have passed."""
+        """Wait until all that was submitted has arrived, or `timeout` seconds have passed."""
         self._arrived += self._merging.wait(timeout)
 
     def close(self) -> None:
-        """What is not settled by now is this rank's own."""
+        """End merging: steps that are not merged by now are this rank's own."""
         self._arrived += self._merging.close()

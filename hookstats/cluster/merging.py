@@ -14,20 +14,21 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from hookstats._warn import WarnOnce
-from hookstats.cluster.drifts import Replicas, differing, drifts
+from hookstats.cluster.drifts import PAST, Replicas, differing, drifts
 from hookstats.cluster.exchange import FAN, Exchange
-from hookstats.cluster.packing import First, Packer
-from hookstats.cluster.union import Local, Placing, Tables, Union, named, whole
-from hookstats.numbers.fields import Counts, Site
+from hookstats.cluster.packing import OPERATIONS, First, Held, Packer, Part
+from hookstats.cluster.union import Local, Placing, Tables, Union, checksum_of, named, whole
+from hookstats.numbers.fields import Array, Counts, Site
 from hookstats.numbers.frame import StepFrame
-from hookstats.numbers.ranks import StepRanks
+from hookstats.numbers.ranks import Drift, StepRanks
 
 # Steps that may wait to be merged: as many as fit into these bytes, but at least _FEW and at most _MANY; of more, the
 # oldest are delivered alone.
@@ -35,6 +36,7 @@ _WAITING_BYTES, _FEW, _MANY = 64 << 20, 8, 256
 _BEGUN = 1 << 44  # steps after which numbers would begin anew
 _STALE = 3  # steps in a row that are older than any of another rank's, where none here is as new
 _PACKERS = 4  # unions that are kept: of whole states, and of totals, each before and after a change
+_MOST = (1 << 62) - 1
 _END = 1 << 62  # in place of a step: a rank merges no more
 _BEHIND = (
     "rank {} holds in a step what rank {} held some measured steps before or after it: monitor.step() is not called as "
@@ -48,9 +50,27 @@ class _Slot:
 
     frame: StepFrame
     placing: Placing
-    problem: str  # why it cannot be merged
+    problems: list[str]  # why it cannot be merged
     begun: int  # how often numbers have begun anew
     merged: StepFrame | None = None
+
+
+class _Brought(NamedTuple):
+    """This rank's part of a step that is to be merged."""
+
+    packer: Packer
+    part: Part
+    first: tuple[First, Array, Held]
+    unknown: list[Site]  # of which it is to be learned who holds the same
+
+
+@contextmanager
+def _added_to(problems: list[str]) -> Iterator[None]:
+    """Note an exception and go on: what fails on this rank alone must not keep the others waiting."""
+    try:
+        yield
+    except Exception as error:
+        problems.append(repr(error))
 
 
 class _Over(Exception):
@@ -75,6 +95,7 @@ class Merging:
         self._begun, self._last = 0, -1
         self._room = _FEW  # for steps that wait
         self._warn_once = WarnOnce()
+        self._faults = 0  # steps that a rank could not bring
         self._process = os.getpid()
         # What both do: a slot's `merged` is set once, by the thread, or when that has ended.
         self._queue: queue.SimpleQueue[_Slot | None] = queue.SimpleQueue()  # None: the end
@@ -82,11 +103,11 @@ class Merging:
         # What only the thread touches.
         self._tables = tables
         self._shift, self._stale = 0, 0  # of `begun`; steps in a row for which this rank's was too low
-        self._unions = 0  # how many there were
-        self._packers: dict[int, Packer] = {}  # by the number of their union
+        self._packers: dict[int, Packer] = {}  # by what stands for their union
         self._known: dict[int, int] = {}  # the unions in which this rank has a table, by its checksum
         self._apart: dict[Site, None] = {}  # of which ranks have held other values
         self._replicas = Replicas(self._exchange.rank)
+        self._is_blind = False  # what ranks hold is not compared any more
         self._thread = threading.Thread(target=self._run, name="hookstats merging", daemon=True)
         self._thread.start()
         atexit.register(self._end_thread)
@@ -99,7 +120,7 @@ class Merging:
         number = frame.step
         self._begun += number <= self._last  # trained anew, on all ranks
         self._last = number
-        slot = _Slot(frame, placing, problem, self._begun)
+        slot = _Slot(frame, placing, [problem] if problem else [], self._begun)
         size = sum(block.nbytes for block in frame.memory)
         self._room = min(max(_FEW, _WAITING_BYTES // max(1, size)), _MANY)
         if self._thread.is_alive():  # it is not in a fork, where it may have held the queue's lock
@@ -109,7 +130,7 @@ class Merging:
         self._slots.append(slot)
 
     def _give_up_oldest(self, number: int) -> None:
-        """Of those that wait behind the one in hand."""
+        """Deliver the oldest alone of those that wait after the one in hand."""
         with suppress(queue.Empty):  # the thread took it meanwhile
             oldest = self._queue.get_nowait()
             if oldest is not None:
@@ -118,7 +139,7 @@ class Merging:
                 self._told.append(("queue", f"{text}: measure less often (every=)"))
 
     def arrived(self) -> list[StepFrame]:
-        """What was submitted and is settled, in that order, each once. Tells what went wrong."""
+        """Return what was submitted and is settled, in that order, each once. Warns of what went wrong."""
         if not self._thread.is_alive():
             self._settle_all()
         done = []
@@ -127,6 +148,7 @@ class Merging:
             self._slots.popleft()
         while self._told:
             kind, text = self._told.popleft()
+            self._faults += kind == "failed"
             self._warn_once(kind, f"not merged over ranks: {text}. This rank is alone with such steps.")
         while self.notes:
             note = self.notes.popleft()
@@ -134,14 +156,14 @@ class Merging:
         return done
 
     def wait(self, timeout: float) -> list[StepFrame]:
-        """What `arrived` returns, once all is settled or `timeout` seconds have passed."""
+        """Return what `arrived` returns, once all is settled or `timeout` seconds have passed."""
         end = time.monotonic() + timeout
         while self._unsettled() and self._thread.is_alive() and time.monotonic() < end:
             time.sleep(0.001)
         return self.arrived()
 
     def close(self, timeout: float = 2.0) -> list[StepFrame]:
-        """Ends merging: what is not settled after `timeout` seconds is delivered alone. A second call does nothing.
+        """End merging: what is not settled after `timeout` seconds is delivered alone. A second call does nothing.
 
         The thread may be waiting for other ranks then; it tells them when they have come that this one has left.
         """
@@ -151,15 +173,20 @@ class Merging:
         self._queue.put(None)
         self._thread.join(min(timeout, 2.0))
         self._settle_all()
-        return done + self.arrived()
+        done += self.arrived()
+        if self._faults > 1:
+            self._warn_once(
+                "faults", f"{self._faults} steps were not merged over ranks, as one could not bring its part"
+            )
+        return done
 
     def give_up(self) -> None:
-        """Ends the thread when it has merged what is there. Waits for no lock: the garbage collector may call it."""
+        """End the thread when it has merged what is there. Waits for no lock: the garbage collector may call it."""
         if self._process == os.getpid():
             self._queue.put(None)
 
     def _end_thread(self) -> None:
-        """At the end of the interpreter, which a thread inside of gloo would abort."""
+        """End the thread with the interpreter, whose end a thread inside of gloo would abort."""
         if self._process == os.getpid():
             self._exchange.is_ending = True
             self._queue.put(None)
@@ -192,28 +219,37 @@ class Merging:
 
     def _merge_all(self) -> None:
         while (slot := self._queue.get()) is not None:
-            local = None
-            try:
-                local = None if slot.problem else self._tables.local(slot.frame, slot.placing)
-            except Exception as error:
-                slot.problem = repr(error)
-            if not self._agree(slot, local) or local is None:
+            brought = self._agree(slot)
+            merged = None if brought is None else self._merged(slot, brought)
+            if merged is None:
                 self._leave_alone(slot)
             else:
-                merged = self._merged(slot.frame, local)
                 slot.merged = slot.merged or merged
-        self._exchange.max(_announced(_END, None, -1, False))
+        self._exchange.max(_announced(_END, None, -1, False, False))
 
-    def _agree(self, slot: _Slot, local: Local | None) -> bool:
-        """Whether all ranks are to merge this step. Waits for those that have an older one in hand."""
-        number, scale = slot.frame.step, slot.frame.grad_scale
-        union = -1 if local is None else self._known.get(local.checksum, -1)
+    def _agree(self, slot: _Slot) -> _Brought | None:
+        """Agree on a step that all ranks merge, and return this rank's part. Waits for ranks with an older one in hand.
+
+        A rank that has failed says so here, before anybody adds up: then the step is each rank's own, on all alike.
+        """
+        number, scale, problems = slot.frame.step, slot.frame.grad_scale, slot.problems
+        local: Local | None = None
+        brought: _Brought | None = None
+        with _added_to(problems):
+            local = None if problems else self._tables.local(slot.frame, slot.placing)
         moment = (slot.begun + self._shift) * _BEGUN + number
+        is_united = False
         while True:
-            mine = _announced(moment, scale, union, bool(slot.problem))
-            newest, oldest, high, low, last, first, failed = self._exchange.max(mine).tolist()
+            union = -1 if local is None else self._known.get(local.checksum, -1)
+            if local is not None and union >= 0 and brought is None and not problems:
+                with _added_to(problems):
+                    brought = self._bring(slot.frame, local, self._packers[union])
+            mine = _announced(moment, scale, union, bool(problems), self._is_blind)
+            newest, oldest, high, low, last, first, failed, blind = self._exchange.max(mine).tolist()
             if newest == _END:
                 raise _Over("a rank was detached, or has ended")
+            if blind and not self._is_blind:
+                self._stop_comparing("another rank has failed in it")
             if moment < newest:
                 there = f"another rank is at step {newest % _BEGUN}"
                 text = f"{there} without step {number}: measured alike (every=) on all ranks, it would be merged"
@@ -223,57 +259,101 @@ class Merging:
                 self._stale = self._stale + 1 if missing > 0 else 0
                 if self._stale == _STALE:
                     self._shift += missing
-                return False
+                return None
             self._stale = 0
-            if newest == -oldest:
-                break
-        if failed:
-            self._told.append(("failed", f"step {number}: {slot.problem or 'another rank could not bring its part'}"))
-        elif high != -low:
-            self._told.append(("scale", f"the grad_scale is not the same on all ranks at step {number}"))
-        elif local is not None:
-            if last != -first or last < 0:
-                self._unite(local)
-            return True
-        return False
+            if newest > -oldest:
+                continue
+            if failed:
+                self._tell_of_fault(slot)
+            elif high != -low:
+                self._told.append(("scale", f"the grad_scale is not the same on all ranks at step {number}"))
+            elif last == -first and last >= 0:
+                return brought
+            elif local is not None and not is_united:
+                is_united, brought = True, None
+                self._unite(local, problems)
+                continue
+            return None
 
-    def _unite(self, local: Local) -> None:
-        """All ranks' tables, each of which crosses the network once."""
+    def _tell_of_fault(self, slot: _Slot) -> None:
+        why = ", ".join(slot.problems) or "another rank could not bring its part"
+        self._told.append(("failed", f"step {slot.frame.step}: {why}"))
+
+    def _bring(self, frame: StepFrame, local: Local, packer: Packer) -> _Brought:
+        part = packer.part(frame, local)
+        first = part.first(frame, self._replicas.learned)
+        return _Brought(packer, part, first, self._replicas.to_learn(packer.union))
+
+    def _unite(self, local: Local, problems: list[str]) -> None:
+        """Exchange the tables of all ranks, each of which crosses the network once."""
         exchange = self._exchange
-        checksums = exchange.gather(np.array(local.checksum)).tolist()
-        texts = exchange.gather_texts(local.text, checksums.index(local.checksum) == exchange.place)
-        union = Union([texts[checksums.index(each)] for each in checksums], exchange.ranks)
-        self.notes.extend(union.notes)
-        for old in list(self._packers)[: 1 - _PACKERS]:
-            del self._packers[old]
-        self._known = {each: number for each, number in self._known.items() if number in self._packers}
-        self._unions += 1
-        self._known[local.checksum] = self._unions
-        self._packers[self._unions] = Packer(union, exchange.rank, self._apart)
+        checksums = exchange.gather(np.array(local.checksum))
+        places = checksums.tolist()
+        texts = exchange.gather_texts(local.text, places.index(local.checksum) == exchange.place)
+        with _added_to(problems):
+            union = Union([texts[places.index(each)] for each in places], exchange.ranks)
+            packer = Packer(union, exchange.rank, self._apart)
+            self.notes.extend(union.notes)
+            for old in list(self._packers)[: 1 - _PACKERS]:
+                del self._packers[old]
+            self._known = {each: number for each, number in self._known.items() if number in self._packers}
+            number = checksum_of(checksums.tobytes()) & _MOST
+            self._known[local.checksum], self._packers[number] = number, packer
 
-    def _merged(self, frame: StepFrame, local: Local) -> StepFrame:
-        exchange, packer = self._exchange, self._packers[self._known[local.checksum]]
-        union, part = packer.union, packer.part(frame, local)
-        own = mine, _, held = part.first(frame, self._replicas.learned)
-        first = First(packer.shape, *exchange.sum_and_max(mine.all_sums, mine.all_extremes))
-        sums, ranks = part.second(own, first)
-        second, before = exchange.sum(sums), len(self._apart)
-        merged = packer.unpack(first, second, exchange.max(ranks), frame)
-        merged.ranks = StepRanks(exchange.ranks, len(exchange.ranks))
-        self._tell_of(list(self._apart)[before:], union, frame.step)
-        if sites := self._replicas.to_learn(union):
-            chosen = [union.compared[site] for site in sites]
-            self._replicas.learn(union, sites, exchange.gather(held.hashes[chosen]))
-        if sites := differing(union, first.sums["compared"]):
-            everybodys = exchange.gather(self._replicas.told(union, sites, held))
-            merged.drifts, behind = drifts(union, sites, everybodys)
-            if behind is not None:
-                self.notes.append(_BEHIND.format(*behind))
+    def _merged(self, slot: _Slot, brought: _Brought) -> StepFrame | None:
+        """Merge a step with those of the others. None: a rank has failed."""
+        exchange, union, frame = self._exchange, brought.packer.union, slot.frame
+        own = mine, _, held = brought.first
+        first = First(union, exchange.reduce(list(zip(mine.arrays, OPERATIONS, strict=True))))
+        # Where that fails, the others wait for something of this shape.
+        sums, ranks, differ = np.zeros_like(first.mean), first.extremes["spread"], list[Site]()
+        with _added_to(slot.problems):
+            sums, ranks = brought.part.second(own, first)
+            differ = differing(union, first.counts["compared"])
+        failed = np.array([bool(slot.problems)], np.int64)
+        sums, ranks, failed = exchange.reduce([(sums, np.add), (ranks, np.maximum), (failed, np.maximum)])
+        if failed[0]:
+            self._tell_of_fault(slot)
+            return None
+        merged, before = None, len(self._apart)
+        with _added_to(slot.problems):
+            merged = brought.packer.unpack(first, sums, ranks, frame)
+            merged.ranks = StepRanks(exchange.ranks, len(exchange.ranks))
+            self._tell_of(list(self._apart)[before:], union, frame.step)
+        if slot.problems:  # the others have what this rank has brought
+            self._tell_of_fault(slot)
+        if not self._is_blind and (brought.unknown or differ):
+            found = self._compare(union, brought.unknown, differ, held)
+            if merged is not None:
+                merged.drifts = found
         self._replicas.remember(union, held)
         return merged
 
+    def _compare(self, union: Union, unknown: list[Site], differ: list[Site], held: Held) -> tuple[Drift, ...]:
+        """Learn which ranks hold the same, and find who of them does not. After a failure, no rank does it any more."""
+        found: tuple[Drift, ...] = ()
+        problems: list[str] = []
+        hashes = held.hashes[[union.compared[site] for site in unknown]]
+        shape = len(self._exchange.ranks), len(differ), *PAST
+        mine = np.zeros(shape[1:], np.int64)
+        with _added_to(problems):
+            mine = self._replicas.history(union, differ, held)
+        everybodys = self._exchange.gather(np.concatenate([hashes, mine.reshape(-1)]))
+        with _added_to(problems):
+            self._replicas.learn(union, unknown, everybodys[:, : len(unknown)])
+            found, behind = drifts(union, differ, everybodys[:, len(unknown) :].reshape(shape))
+            if behind is not None:
+                self.notes.append(_BEHIND.format(*behind))
+        if problems:
+            self._stop_comparing(problems[0])
+        return found
+
+    def _stop_comparing(self, why: str) -> None:
+        self._is_blind = True
+        self.notes.append(f"whether ranks hold the same of parameters is not looked at any more: {why}")
+
     def _tell_of(self, sites: Sequence[Site], union: Union, number: int) -> None:
-        """Of what is kept apart from now on."""
+        """Tell of sites that are kept apart from now on."""
         if not sites:
             return
         names = " and ".join(str(union.rows[i].site) for i in union.alternatives[sites[0]][:2])
@@ -285,7 +365,7 @@ class Merging:
         )
 
 
-def _announced(moment: int, grad_scale: float | None, union: int, failed: bool) -> Counts:
-    """What ranks tell each other before each step; of all, the largest is told."""
+def _announced(moment: int, grad_scale: float | None, union: int, failed: bool, blind: bool) -> Counts:
+    """Return what ranks tell each other before each step, of which the largest counts."""
     scale = int(np.float64(-1.0 if grad_scale is None else grad_scale).view(np.int64)) >> 1
-    return np.array([moment, -moment, scale, -scale, union, -union, failed], np.int64)
+    return np.array([moment, -moment, scale, -scale, union, -union, failed, blind], np.int64)

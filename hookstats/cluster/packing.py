@@ -1,13 +1,13 @@
-"""A rank's step as numbers that all ranks add up, and back into a step. Pure numpy.
+"""Packing: a rank's step as numbers that all ranks add up, and back into a step. Pure numpy.
 
 Sums and extremes alone, element by element, in two rounds: the first gives each channel's mean over all ranks, the
 second the second moments about it (Chan, Golub & LeVeque 1979), so that no digit is lost however far the ranks' means
-lie apart. Counts are float64, exact up to 2^53.
+lie apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -29,59 +29,21 @@ from hookstats.numbers.ranks import Spread
 
 Numbers: TypeAlias = NDArray[Any]
 _SUMS = tuple(name for name in FIELDS if name not in ("m2", "min", "max"))
+OPERATIONS = (np.add, np.add, np.maximum)  # by which float64, whole numbers and extremes are exchanged
 _LOWEST = np.iinfo(np.int64).min  # neutral among extremes
-SILENT, UNUSED = (
-    1,
-    2,
-)  # in place of a hash; the latter of a gradient that no optimizer has taken: it need not be reduced
+# In place of a hash. UNUSED: of a gradient that no optimizer has taken, which need not be reduced.
+SILENT, UNUSED = 1, 2
 NEVER = 4  # in place of a phase
 _MOST_CALLS = 1023  # that are told apart in a moment
 _OF_STEP = ("time", "overflowed", "rows")  # scalars that every step has
 _FEW = 1 << 13  # numbers of a site that are moved one by one, by index, together with those of other sites
-CALLS, FIRED, SHOWN, SKIPPED, GIVEN_UP = range(5)  # rows of counts
-ORDER, SKIPPED_BY = range(2)  # rows of earliest
+CALLS, FIRED, SHOWN, SKIPPED, GIVEN_UP = range(5)  # rows of counts of sites
+ORDER, SKIPPED_BY = range(2)  # rows of extremes of sites
 COUNT, MEAN, M2, MIN, MAX = (FIELDS.index(name) for name in ("count", "mean", "m2", "min", "max"))
 
 
-class Shape(NamedTuple):
-    """The sections of what is exchanged of a union, one behind the other, each ``[rows, elements]``."""
-
-    sums: dict[str, tuple[int, int]]
-    extremes: dict[str, tuple[int, int]]
-
-    @classmethod
-    def of(cls, union: Union) -> Shape:
-        channels, sites = int(union.channel_begin[-1]), len(union.sites)
-        scalars = len(_OF_STEP) + len(union.scalars)
-        spread = 2 * len(SPREAD) * union.spread
-        return cls(
-            {
-                "moments": (len(_SUMS), channels),  # of the mean, with the count
-                "bins": (1, int(union.bin_begin[-1])),
-                "counts": (5, sites),
-                "scalars": (2, scalars),  # sum, and number
-                "compared": (3, len(union.compared)),  # halves of hashes, phases; 0 where peers hold the same
-            },
-            {
-                "moments": (2, channels),  # -min, max
-                "earliest": (2, sites),  # -(rank << 32 | place), -rank
-                "scalars": (2, scalars),  # -min, max
-                "spread": (spread, sites),  # of each of SPREAD -min, max
-                "samples": (1 + union.samples, len(union.ranks) if union.samples else 0),  # how many ids, and these
-            },
-        )
-
-
-def _sections(memory: Numbers, shapes: dict[str, tuple[int, int]]) -> dict[str, Numbers]:
-    ends = np.cumsum([rows * width for rows, width in shapes.values()]).tolist()
-    return {
-        name: memory[end - rows * width : end].reshape(rows, width)
-        for (name, (rows, width)), end in zip(shapes.items(), ends, strict=True)
-    }
-
-
 class Held(NamedTuple):
-    """What a rank holds that others may hold, too; arrays are over `Union.compared`."""
+    """Hashes of what a rank holds that others may hold, too; arrays are over `Union.compared`."""
 
     peers: Mapping[Site, tuple[int, ...]]  # the ranks that are to hold the same, this one among them, where known
     hashes: Counts  # of states; 0: this rank has no such site, SILENT: nothing came
@@ -90,15 +52,33 @@ class Held(NamedTuple):
 
 
 class First:
-    """What is added up, and of what the largest is taken, in the first round."""
+    """The numbers of the first round, in sections ``[rows, elements]``: sums, whole numbers, extremes."""
 
-    def __init__(self, shape: Shape, sums: Numbers | None = None, extremes: Numbers | None = None) -> None:
-        """sums, extremes: of all ranks; None: those of a rank that has nothing."""
-        size, others = (sum(rows * width for rows, width in each.values()) for each in shape)
-        self.all_sums: Array = np.zeros(size) if sums is None else sums
-        self.all_extremes: Counts = np.full(others, _LOWEST) if extremes is None else extremes
-        self.sums = _sections(self.all_sums, shape.sums)
-        self.extremes = _sections(self.all_extremes, shape.extremes)
+    def __init__(self, union: Union, arrays: Iterable[Numbers] = ()) -> None:
+        """arrays: one for each of OPERATIONS, of all ranks; none: those of a rank that has nothing."""
+        channels, sites, scalars = int(union.channel_begin[-1]), len(union.sites), len(_OF_STEP) + len(union.scalars)
+        shapes: tuple[dict[str, tuple[int, int]], ...] = (
+            {
+                "moments": (len(_SUMS), channels),  # of the mean, with the count
+                "scalars": (2, scalars),  # sum, and number
+            },
+            {
+                "bins": (1, int(union.bin_begin[-1])),
+                "sites": (5, sites),
+                "compared": (2, len(union.compared)),  # hashes, phases; 0 where peers hold the same
+            },
+            {
+                "moments": (2, channels),  # -min, max
+                "sites": (2, sites),  # -(rank << 32 | place), -rank
+                "scalars": (2, scalars),  # -min, max
+                "spread": (2 * len(SPREAD) * union.spread, sites),  # of each of SPREAD -min, max
+                "samples": (1 + union.samples, len(union.ranks) if union.samples else 0),  # how many ids, and these
+            },
+        )
+        sizes = [sum(rows * width for rows, width in each.values()) for each in shapes]
+        neutral = map(np.full, sizes, (0.0, 0, _LOWEST))
+        self.arrays: list[Numbers] = list(arrays) or list(neutral)
+        self.sums, self.counts, self.extremes = map(_sections, self.arrays, shapes)
 
     @property
     def mean(self) -> Array:
@@ -111,29 +91,36 @@ class First:
         return result
 
 
+def _sections(memory: Numbers, shapes: dict[str, tuple[int, int]]) -> dict[str, Numbers]:
+    ends = np.cumsum([rows * width for rows, width in shapes.values()]).tolist()
+    return {
+        name: memory[end - rows * width : end].reshape(rows, width)
+        for (name, (rows, width)), end in zip(shapes.items(), ends, strict=True)
+    }
+
+
 class Packer:
     """The steps of a rank, packed and unpacked under one union."""
 
     def __init__(self, union: Union, rank: int, apart: dict[Site, None]) -> None:
         """apart: sites of which ranks have held other values, in this step or before; `unpack` adds to it."""
         self.union = union
-        self.shape = Shape.of(union)
         self.apart = apart
         self._rank = rank
-        self._part: tuple[Local, _Part] | None = None
+        self._part: tuple[Local, Part] | None = None
         self._wholes: dict[tuple[Site, ...], _Whole] = {}
 
-    def part(self, frame: StepFrame, local: Local) -> _Part:
-        """What this rank has of the steps of these sites. local: of the frame."""
+    def part(self, frame: StepFrame, local: Local) -> Part:
+        """Return this rank's part of the steps of these sites. local: of the frame."""
         if self._part is None or self._part[0] is not local:
-            self._part = local, _Part(self.union, self.shape, frame.sites, local, self._rank)
+            self._part = local, Part(self.union, frame.sites, local, self._rank)
         return self._part[1]
 
     def unpack(self, first: First, second: Numbers, ranks: Numbers, own: StepFrame) -> StepFrame:
-        """The whole. second, ranks: as `_Part.second` has them, of all ranks. own: the same step of this rank."""
+        """Return the whole. second, ranks: as `Part.second` has them, of all ranks. own: the same step of this rank."""
         union = self.union
         for site in union.alternatives:
-            if first.sums["compared"][:2, union.compared[site]].any():
+            if first.counts["compared"][0, union.compared[site]]:
                 self.apart[site] = None
         once = tuple(site for site in union.alternatives if site not in self.apart)
         if once not in self._wholes:
@@ -141,12 +128,11 @@ class Packer:
         return self._wholes[once].unpack(first, second, ranks, own)
 
 
-class _Part:
-    """What a rank contributes to the steps of the same sites."""
+class Part:
+    """The part of a rank in the steps of the same sites."""
 
-    def __init__(self, union: Union, shape: Shape, sites: Sites, local: Local, rank: int) -> None:
+    def __init__(self, union: Union, sites: Sites, local: Local, rank: int) -> None:
         self._union = union
-        self._shape = shape
         self._rank = rank
         table, shares = local.table, local.shares
         # Arrays of as many elements as there are sites.
@@ -158,7 +144,6 @@ class _Part:
         self._leads = self._counts & np.array([share.leads for share in shares], bool)
         is_total = np.array([row.channels == 1 for row in rows], bool)
         channels, bins = sites.channels, sites.counters
-        self._width = np.where(is_total, 1, channels)
         first = np.where(is_total, 0, np.array([share.offset for share in shares], np.int64))
         self._begin = union.channel_begin[self._place] + first
         self._has_bins = (bins > 0) & (np.diff(union.bin_begin)[self._place] > 0)
@@ -177,29 +162,27 @@ class _Part:
         self._compared = _Compared(union, sites, compared, shares, rank)
 
     def first(self, frame: StepFrame, learned: Mapping[Site, tuple[int, ...]]) -> tuple[First, Array, Held]:
-        """The first round's; ``[fields, channels]`` for the second; what others may hold, too.
+        """Return the numbers of the first round; ``[fields, channels]`` for the second; hashes of what others may hold.
 
         frame: of these sites. learned: of sites of which it was not known, the ranks that held the same so far.
         """
-        union, flat = self._union, First(self._shape)
+        union, flat = self._union, First(self._union)
         columns = np.zeros((len(FIELDS), int(union.channel_begin[-1])))
-        bins, counts = flat.sums["bins"], flat.sums["counts"]
-        whole_numbers = bins.view(np.int64)
+        bins, counts = flat.counts["bins"], flat.counts["sites"]
         self._moments.gather(frame.memory, columns)
-        self._histograms.gather(frame.memory, whole_numbers)
+        self._histograms.gather(frame.memory, bins)
         calls, order, place = frame.calls, frame.order, self._place
-        self._put_folded(columns, whole_numbers, frame)
-        bins[...] = whole_numbers
+        self._put_folded(columns, bins, frame)
         counts[CALLS, place] = calls * self._leads
         counts[FIRED, place] = (calls > 0) & self._counts
         counts[SHOWN, place] = True if frame.hidden is None else (calls > 0) | ~frame.hidden
         self._put_moments(flat, columns)
         in_their_order = np.flatnonzero(self._counts[order])
-        flat.extremes["earliest"][ORDER, place[order[in_their_order]]] = -(self._rank << 32 | in_their_order)
+        flat.extremes["sites"][ORDER, place[order[in_their_order]]] = -(self._rank << 32 | in_their_order)
         for site, skipped in frame.skipped.items():
             i = union.place[site]
             counts[SKIPPED, i], counts[GIVEN_UP, i] = skipped.times or 0, skipped.times is None
-            flat.extremes["earliest"][SKIPPED_BY, i] = -self._rank
+            flat.extremes["sites"][SKIPPED_BY, i] = -self._rank
         time = frame.time if self._rank == union.ranks[0] else None
         scalars = [frame.scalars.get(name) for name in union.scalars]
         for i, value in enumerate([time, frame.overflowed, frame.rows, *scalars]):
@@ -215,17 +198,16 @@ class _Part:
             column[0], column[1 : 1 + len(ids)] = len(ids), ids
         held = self._compared.hold(frame, learned)
         known = [(union.compared[site], min(peers), len(peers)) for site, peers in held.peers.items()]
-        if (
-            known
-        ):  # peers' weights add up to 0; what two groups hold the other way round is mixed with the group's number
+        if known:
+            # Peers' weights add up to 0. A hash is mixed with the peers' number, or what two groups hold the other way
+            # round would add up to 0, too.
             places, first, count = np.array(known, np.int64).T
-            mixed, weights = _mix(held.hashes[places] + _mix(first)), np.where(first == self._rank, 1 - count, 1)
-            halves = mixed & 0xFFFFFFFF, mixed >> 32
-            flat.sums["compared"][:, places] = weights * np.array([*halves, held.phases[places]])
+            hashes, weights = _mix(held.hashes[places] + _mix(first)), np.where(first == self._rank, 1 - count, 1)
+            flat.counts["compared"][:, places] = weights * np.array([hashes, held.phases[places]])
         return flat, columns, held
 
     def second(self, own: tuple[First, Array, Held], first: First) -> tuple[Array, Counts]:
-        """The second round: ``[channels]`` to be added up; and, of the ranks' extremes, who has them.
+        """Return the numbers of the second round: ``[channels]`` to be added up; and who has the ranks' extremes.
 
         own: what `first` gave. first: of all ranks.
         """
@@ -246,7 +228,7 @@ class _Part:
         flat.extremes["moments"][:, has_values] = (extremes ^ np.array([[-1], [0]]))[:, has_values]
 
     def _put_folded(self, columns: Array, bins: Counts, frame: StepFrame) -> None:
-        """The totals of sites of several channels that all ranks merge as totals."""
+        """Put in the totals of sites of several channels that all ranks merge as totals."""
         others = [i for i in self._folds if self._counts[i]]
         columns[:, self._begin[others]] = wholes_of([frame.state(i) for i in others])
         for i in others if self._per_channel else ():
@@ -256,7 +238,7 @@ class _Part:
                 bins[0, counters : counters + histogram.shape[1]] = histogram.sum(0)
 
     def _put_spread(self, spread: Counts, frame: StepFrame) -> None:
-        """Tells this rank's statistics of the sites that have fired, each as both of its extremes."""
+        """Put in this rank's statistics of the sites that have fired, each as both of its extremes."""
         totals, has_fired = frame.totals, frame.calls > 0
         place = self._place[has_fired]
         for n, name in enumerate(SPREAD):
@@ -316,7 +298,7 @@ class _Compared:
 
 
 def _mix(words: Counts) -> Counts:
-    """int64 to int64: every bit of a word changes about half of the bits of the result (splitmix64's finalizer)."""
+    """Mix int64 words: every bit changes about half of the bits of the result (splitmix64's finalizer)."""
     bits = words.view(np.uint64)
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -325,7 +307,7 @@ def _mix(words: Counts) -> Counts:
 
 
 class _Whole:
-    """What has been merged, as steps of the same sites."""
+    """Merged steps of the same sites."""
 
     def __init__(self, union: Union, once: tuple[Site, ...]) -> None:
         """once: sites of which the ranks' states are the same."""
@@ -334,25 +316,20 @@ class _Whole:
         self._kept = kept = union.kept(once)
         begin = union.channel_begin
         self._moments = _Moves(len(FIELDS), int(begin[-1]), sites.block, sites.begin, begin[kept], sites.channels)
-        begin = union.bin_begin
-        to = sites.histogram_block, sites.histogram_begin, begin[kept], sites.counters
-        self._bins = _Moves(1, int(begin[-1]), *to)
 
     def unpack(self, first: First, second: Array, ranks: Counts, own: StepFrame) -> StepFrame:
         union, sites = self._union, self._sites
-        columns, bins = _columns(first, second), first.sums["bins"].astype(np.int64)
-        block = np.zeros(sum(sites.sizes), np.int64)
-        self._moments.scatter(columns, [block])
-        self._bins.scatter(bins, [block])
-        counts = first.sums["counts"].astype(np.int64)[:, self._kept]
-        order = -first.extremes["earliest"][ORDER, self._kept]
+        block = np.zeros(len(FIELDS) * int(sites.channels.sum()), np.int64)
+        self._moments.scatter(_columns(first, second), [block])
+        counts = first.counts["sites"][:, self._kept]
+        order = -first.extremes["sites"][ORDER, self._kept]
         has_fired = counts[FIRED] > 0
         fired = np.flatnonzero(has_fired)
         time, overflowed, _, *scalars = _means(first)
         most = in_order(first.extremes["scalars"][1], np.float64)
         frame = StepFrame(
             sites,
-            [block],
+            [block, first.counts["bins"].reshape(-1)],
             np.maximum(counts[CALLS], has_fired),
             fired[np.argsort(order[fired], kind="stable")],
             sites.scales(own.grad_scale),
@@ -376,12 +353,12 @@ class _Whole:
 
     def _skipped(self, first: First, own: StepFrame) -> dict[Site, Skipped]:
         result = {}
-        by = first.extremes["earliest"][SKIPPED_BY]
+        by = first.extremes["sites"][SKIPPED_BY]
         for i in np.flatnonzero(by > _LOWEST).tolist():
-            site, times = self._union.sites[i], int(first.sums["counts"][SKIPPED, i])
+            site, times = self._union.sites[i], int(first.counts["sites"][SKIPPED, i])
             here = own.skipped.get(site)
             reason = here.reason if here else f"rank {-by[i]} has the reason"
-            result[site] = Skipped(reason, None if first.sums["counts"][GIVEN_UP, i] else times)
+            result[site] = Skipped(reason, None if first.counts["sites"][GIVEN_UP, i] else times)
         return result
 
 
@@ -399,7 +376,7 @@ def _columns(first: First, second: Array) -> Array:
 
 
 def _means(first: First) -> list[float | None]:
-    """Over the ranks that have them; of equal ones, that number."""
+    """Return means over the ranks that have a scalar; of equal ones, that number."""
     (sums, numbers), (least, most) = first.sums["scalars"], first.extremes["scalars"]
     with np.errstate(invalid="ignore"):
         return [
@@ -448,7 +425,7 @@ class _Moves:
         ]
 
     def gather(self, blocks: Sequence[Counts], section: Numbers) -> None:
-        """From the blocks."""
+        """Move from the blocks to the section."""
         flat = section.view(np.int64).reshape(-1)
         for number, inside, outside in self._indices:
             flat[outside] = blocks[number].take(inside)
@@ -456,7 +433,7 @@ class _Moves:
             section.view(np.int64)[:, there] = blocks[number][here].reshape(self._height, -1)
 
     def scatter(self, section: Numbers, blocks: Sequence[Any]) -> None:
-        """To the blocks."""
+        """Move from the section to the blocks."""
         flat = section.view(np.int64).reshape(-1)
         for number, inside, outside in self._indices:
             blocks[number][inside] = flat.take(outside)

@@ -1,4 +1,4 @@
-"""Which part of a site's whole this rank holds: from the placements of DTensors, from what the user says, or by rule.
+"""The part of a site's whole that this rank holds: by the placements of DTensors, by the user's word, or by rule.
 
 A placement holds along one axis of a mesh. Shard of the channels puts the ranks' channels side by side; Shard of
 another dimension merges their values; Replicate lets one rank count. Plain tensors: activations of all ranks count,
@@ -42,7 +42,7 @@ class Span(NamedTuple):
 
 
 def cuts_of(axes: Sequence[Axis], placements: Sequence[Placement], dim: int) -> list[Axis] | None:
-    """Along which axes this dimension is cut, in order. None: so that no rank has channels that lie side by side.
+    """Return the axes along which a dimension is cut, in order. None: the channels of a rank do not lie side by side.
 
     From left to right; but what torch writes as _StridedShard comes after the axes to its right: FSDP2 cuts what tensor
     parallelism has left to it.
@@ -61,7 +61,7 @@ def cuts_of(axes: Sequence[Axis], placements: Sequence[Placement], dim: int) -> 
 
 
 def part_of(size: int, cuts: Sequence[Axis], ranks: frozenset[int]) -> Span | None:
-    """What this rank has of `size` channels, and the whole that the parts of some ranks make. None: they make none."""
+    """Return this rank's part of `size` channels, in the whole that these ranks have. None: they have none."""
     here = _cut(size, cuts, [axis.coordinate for axis in cuts])
     members = [_members(axis, ranks) for axis in cuts]
     if all(len(each) == len(axis.ranks) for each, axis in zip(members, cuts, strict=True)):
@@ -75,7 +75,7 @@ def part_of(size: int, cuts: Sequence[Axis], ranks: frozenset[int]) -> Span | No
 
 
 def _cut(size: int, cuts: Sequence[Axis], coordinates: Sequence[int]) -> tuple[int, int]:
-    """Where the part at these coordinates begins, and its size: chunks of chunks, each as torch.chunk makes them."""
+    """Return the begin and size of the part at these coordinates: chunks of chunks, each as torch.chunk makes them."""
     start = 0
     for axis, coordinate in zip(cuts, coordinates, strict=True):
         chunk = -(-size // len(axis.ranks))
@@ -85,12 +85,12 @@ def _cut(size: int, cuts: Sequence[Axis], coordinates: Sequence[int]) -> tuple[i
 
 
 def _members(axis: Axis, ranks: frozenset[int]) -> list[int]:
-    """The coordinates along an axis of the ranks that are merged."""
+    """Return the coordinates along an axis of the ranks that are merged."""
     return [coordinate for coordinate, rank in enumerate(axis.ranks) if rank in ranks]
 
 
 class Placements:
-    """How a model's sites lie on this rank."""
+    """The places of a model's sites on this rank."""
 
     def __init__(self, model: nn.Module, group: Group, wanted: Wanted, tell: Callable[[str], object]) -> None:
         """wanted: what `groups.checked_placements` made of ``placements=``. tell: the user."""
@@ -104,12 +104,12 @@ class Placements:
         self.ranks = frozenset(group.ranks)
 
     def placing(self, held: Mapping[Site, LocalShard]) -> Placing:
-        """How sites lie in the whole, with the model's parameters as they are now. held: of each site."""
+        """Return the places of sites in the whole, with the model's parameters as they are now. held: of each site."""
         model = self._model()
         return _Placing(self, nn.Module() if model is None else model, dict(held), self.replicated())
 
     def replicated(self) -> list[tuple[DistributedDataParallel, bool]]:
-        """The parts of the model that are replicated, and whether what their ranks hold can be compared step by step.
+        """Return the parts of the model that DDP replicates, and whether their ranks can be compared step by step.
 
         Not with a communication hook, which may reduce gradients over fewer ranks, and average parameters now and then,
         after steps in which they were the same. Nor with ``join``, where ranks have unlike numbers of steps.
@@ -124,12 +124,12 @@ class Placements:
         return self._axes[mesh]
 
     def wanted(self, name: str) -> tuple[Placement, ...] | None:
-        """What the user says of a module or parameter; of several globs, the last."""
+        """Return the user's placements of a module or parameter; of several globs, the last."""
         found = [each for glob, each in self._wanted.items() if matches(name, [glob])]
         return found[-1] if found else None
 
     def tell_of_what_is_apart(self, site: Site, merged_as: Site, why: str) -> None:
-        """Once for each reason."""
+        """Warn once for each reason."""
         if why in self._told:
             return
         self._told.add(why)
@@ -140,7 +140,7 @@ class Placements:
         )
 
     def is_lowest(self, axes: Sequence[Axis]) -> bool:
-        """Whether this is the lowest of the merged ranks along each of these axes."""
+        """Return True for the lowest of the merged ranks along each of these axes."""
         return all(axis.coordinate == _members(axis, self.ranks)[0] for axis in axes)
 
 
@@ -221,7 +221,7 @@ class _Placing:
         return self._keep_apart(own, Placed(size, "each", share), apart, why)
 
     def _is_of_channels(self, own: OwnSite, dim: int) -> bool | None:
-        """Whether this is the channels' dimension. None: they are counted from different ends of a tensor."""
+        """Return True for the channels' dimension. None: the two are counted from different ends of a tensor."""
         channels = own.channel_dim
         if channels is None or (channels < 0) == (dim < 0):
             return dim == channels
@@ -234,7 +234,7 @@ class _Placing:
         return False if dim == 0 else None
 
     def _place_plain(self, own: OwnSite, channels: int | None) -> Placed:
-        """An activation under tensor parallelism."""
+        """Place an activation under tensor parallelism."""
         placed, left = whole(own), self._parallel
         found = None if channels is None else self._shard_of_own_weight(own.site, channels)
         if found is not None:
@@ -244,7 +244,7 @@ class _Placing:
         return self._keep_apart(own, placed, left)
 
     def _shard_of_own_weight(self, site: Site, channels: int) -> tuple[Span, list[Axis]] | None:
-        """What of its channels an activation has that is as wide as the local shard of its own module's weight."""
+        """Return the part of the channels that an activation has which is as wide as its module's local weight."""
         module = self._modules.get(site.name)
         if module is None:
             return None
@@ -266,7 +266,7 @@ class _Placing:
         return None
 
     def _keep_apart(self, own: OwnSite, placed: Placed, axes: Sequence[Axis], why: str = "") -> Placed:
-        """Apart for each coordinate along these axes. why: they hold other values. Without: maybe the same."""
+        """Keep a site apart for each coordinate along these axes. why: they hold other values; "": maybe the same."""
         if not axes:
             return placed
         told = ",".join(f"{axis.name}={axis.coordinate}" for axis in axes)
@@ -281,7 +281,7 @@ class _Placing:
         return placed._replace(site=site, share=placed.share._replace(peers=peers))
 
     def _peers(self, sharding: Sharding) -> tuple[int, ...]:
-        """The merged ranks that hold the same part of a DTensor."""
+        """Return the merged ranks that hold the same part of a DTensor."""
         here = sharding.mesh.get_coordinate()
         through: Any = tuple(
             slice(None) if placement.is_replicate() else coordinate
@@ -290,12 +290,12 @@ class _Placing:
         return tuple(sorted(self._placements.ranks.intersection(sharding.mesh.mesh[through].flatten().tolist())))
 
     def _replicated(self, module: nn.Module | None, key: str) -> tuple[int, ...]:
-        """The merged ranks to which DistributedDataParallel makes a parameter the same."""
+        """Return the merged ranks on which DistributedDataParallel makes a parameter the same."""
         ranks, ignored = self._by_ddp.get(id(module), ((), frozenset[str]()))
         return () if key in ignored else ranks
 
     def _tensor_parallel_axes(self, model: nn.Module) -> list[Axis]:
-        """Along which DTensor parameters lie, and not data parallel ranks: these may hold the same activations.
+        """Return the axes of DTensor parameters, not of data parallelism: ranks along them may hold equal activations.
 
         What FSDP and DDP have made data parallel is known by its ranks; along an axis inside of these, as that of
         experts, batches differ.
@@ -316,7 +316,7 @@ class _Placing:
 def _replicated_modules(
     replicated: Sequence[tuple[DistributedDataParallel, bool]], ranks: frozenset[int]
 ) -> dict[int, tuple[tuple[int, ...], frozenset[str]]]:
-    """By the module's id: the ranks over which DistributedDataParallel replicates it, and parameters that it ignores.
+    """Return by module id the ranks over which DDP replicates a module, and the parameters that it ignores.
 
     replicated: see `Placements.replicated`; what cannot be compared is this rank's alone.
     """
@@ -332,12 +332,12 @@ def _replicated_modules(
 
 
 def _joins(outer: DistributedDataParallel) -> bool:
-    """Whether it was given to torch.distributed.algorithms.Join, which does not take that back."""
+    """Return True if it was given to torch.distributed.algorithms.Join, which does not take that back."""
     return bool(getattr(getattr(outer, "_join_config", None), "enable", False))
 
 
 def _data_parallel_ranks(model: nn.Module) -> list[set[int]]:
-    """The ranks, this one among them, over which FSDP shards or DDP replicates: each has other batches."""
+    """Return the ranks, this one among them, over which FSDP shards or DDP replicates: each has other batches."""
     found: dict[tuple[int, ...], None] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -348,7 +348,10 @@ def _data_parallel_ranks(model: nn.Module) -> list[set[int]]:
 
 
 def _ranks_of_fsdp(module: FSDPModule) -> list[tuple[int, ...]]:
-    """FSDPModule has no public name for its mesh. Where it is not found, activations are kept apart: never wrong."""
+    """Return the ranks of the meshes of an FSDPModule.
+
+    It has no public name for these. Where none is found, activations are kept apart, which is never wrong.
+    """
     try:
         state: Any = module._get_fsdp_state()
         groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]

@@ -1,4 +1,4 @@
-"""Whether the ranks that should hold the same tensors do: to the last bit."""
+"""check_replicas: a comparison of the tensors that ranks should hold alike, to the last bit."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Disagreement:
 
     @property
     def sentence(self) -> str:
-        """Who differs from whom, and in what."""
+        """A line that says who differs from whom, and in what."""
         several = len(self.ranks) > 1
         named = f"{'ranks' if several else 'rank'} {', '.join(map(str, self.ranks))}"
         reference = f"rank {self.reference_rank}"
@@ -91,7 +91,7 @@ def check_replicas(
     gradients: bool = True,
     locate: bool = False,
 ) -> list[Disagreement]:
-    """Which tensors of a model are not the same, bit for bit, on all ranks that should hold the same; [] if none.
+    """Return the tensors of a model that are not the same, bit for bit, on all ranks that should hold the same.
 
     Every rank of the group calls it, at the same point of its training, and gets the same list; then
     ``for each in hookstats.check_replicas(model, optimizer=optimizer): print(each.sentence)``. A good place is behind
@@ -172,7 +172,7 @@ def check_replicas(
 
 
 class _Row(NamedTuple):
-    """What a rank tells of a tensor. Of the same form and piece, ranks hold the same."""
+    """A tensor as a rank tells of it. Ranks hold the same of one form and piece."""
 
     form: str
     piece: str
@@ -189,7 +189,7 @@ def _table(text: bytes) -> _Table:
 
 @contextmanager
 def _exchange_among(ranks: tuple[int, ...]) -> Iterator[Exchange]:
-    """That of these ranks, kept from call to call. One that has failed is not used again.
+    """Lend the exchange of these ranks, kept from call to call. One that has failed is not used again.
 
     RuntimeError where a rank did not come in time, or is gone.
     """
@@ -208,7 +208,7 @@ _exchanges: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Exchange]] = we
 
 
 def _disagreements(ranks: Sequence[int], tables: Sequence[_Table]) -> Iterator[Disagreement]:
-    """Every rank finds the same."""
+    """Compare the tables of all ranks; every rank finds the same."""
     for name, kind in dict.fromkeys(key for table in tables for key in table):
         rows = {place: table[name, kind] for place, table in enumerate(tables) if (name, kind) in table}
         forms = {place: row.form for place, row in rows.items()}
@@ -231,7 +231,7 @@ def _disagreements(ranks: Sequence[int], tables: Sequence[_Table]) -> Iterator[D
 
 
 def _located(exchange: Exchange, found: Disagreement, row: _Row, local: torch.Tensor | None) -> Disagreement:
-    """The same, with the first element in which the reference and the first of the others differ, by their places.
+    """Find the first element in which the reference and the first of the others differ.
 
     row: of the reference. local: of this rank, if it has it. All ranks take part: the tensors of both are shown to all,
     a few MB at a time.
@@ -259,7 +259,7 @@ def _located(exchange: Exchange, found: Disagreement, row: _Row, local: torch.Te
 
 
 def _number(content: bytes, dtype: torch.dtype) -> Any:
-    """One element as a Python number; None for a dtype whose elements are none."""
+    """Return one element as a Python number; None for a dtype whose elements are none."""
     one = torch.frombuffer(bytearray(content), dtype=dtype)[0]
     try:
         return (one.float() if dtype.is_floating_point and dtype.itemsize == 1 else one).item()

@@ -1,4 +1,4 @@
-"""What a rank has to merge, and what all ranks have together: their sites, and where each lies. Pure numpy.
+"""Tables of the sites that a rank has to merge, and their union over all ranks. Pure numpy.
 
 All ranks that hold equal models have equal tables, whatever their own parts are: a table crosses the network once, and
 only where one has changed.
@@ -43,12 +43,12 @@ class TableRow(NamedTuple):
 
     @property
     def is_narrow(self) -> bool:
-        """Totals alone; or no tensor has told its width yet."""
+        """True for totals alone, and where no tensor has told its width yet."""
         return self.channels == 1 and not self.keep_channels
 
     @property
     def compared_as(self) -> Site | None:
-        """Under which name ranks' states are compared; None: they are not."""
+        """The name under which ranks' states are compared; None: they are not."""
         if self.apart_of:
             return Site(self.site.name, self.apart_of)
         kind = kind_of(self.site.tensor)
@@ -66,7 +66,7 @@ class Share(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """How a site of this rank lies in the whole."""
+    """The place of a site of this rank in the whole."""
 
     channels: int  # of the whole
     owners: Owners
@@ -84,7 +84,7 @@ class OwnSite(NamedTuple):
 
     @property
     def is_parameter(self) -> bool:
-        """Whether data parallel ranks hold the same."""
+        """True where data parallel ranks hold the same."""
         return kind_of(self.site.tensor).is_replicated
 
 
@@ -97,7 +97,7 @@ def whole(own: OwnSite) -> Placed:
 
 
 class Table(NamedTuple):
-    """What a rank has to merge."""
+    """The sites that a rank has to merge, and all else that ranks must have alike."""
 
     rows: tuple[TableRow, ...]
     bins: Bins | None
@@ -108,13 +108,13 @@ class Table(NamedTuple):
     samples: int = 0  # how many ids of samples came with a step so far, at most
 
     def to_text(self) -> bytes:
-        """JSON, the same for equal tables."""
+        """Return JSON, the same for equal tables."""
         bins = None if self.bins is None else bins_to_json(self.bins)
         return json.dumps((self.rows, bins, *self[2:]), separators=(",", ":")).encode()
 
     @classmethod
     def from_text(cls, text: bytes) -> Table:
-        """What `to_text` gave, of a rank of the same job."""
+        """Read what `to_text` gave, of a rank of the same job."""
         rows, bins, scalars, unmeasured, *others = json.loads(text)
         return cls(
             tuple(TableRow(Site(*site), *row) for site, *row in rows),
@@ -126,17 +126,17 @@ class Table(NamedTuple):
 
 
 def checksum_of(text: bytes) -> int:
-    """64 bits that stand for a text."""
+    """Return 64 bits that stand for a text."""
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "little", signed=True)
 
 
 def counters_of(bins: Bins | None, channels: int) -> int:
-    """How many the histogram of a site has."""
+    """Return the number of counters of a site's histogram."""
     return int(np.prod(histogram_shape(bins, channels)))
 
 
 class Local(NamedTuple):
-    """What a rank has of the steps of the same sites."""
+    """The table of steps of the same sites, with this rank's own shares."""
 
     table: Table
     text: bytes  # of the table
@@ -158,11 +158,12 @@ class Tables:
         self._scalars: dict[str, None] = {}
         self._left_out: dict[Site, None] = {}
         self._folded: set[Site] = set()
+        self._latest: tuple[Sites | None, bytes] = None, b""  # what was added to these last
         self._samples = 0
         self._known: dict[Sites, tuple[Placing, tuple[int, int], Local]] = {}
 
     def local(self, frame: StepFrame, placing: Placing = whole) -> Local:
-        """Of a step. placing: another object where anything about it has changed.
+        """Return the table of a step. placing: another object where anything about it has changed.
 
         ValueError where a share does not lie in its whole.
         """
@@ -170,7 +171,10 @@ class Tables:
         self._left_out |= dict.fromkeys(frame.skipped)
         self._samples = max(self._samples, len(frame.sample_ids.get(frame.step, ())))
         of = frame.sites
-        self._folded.update(of[i] for i in np.flatnonzero((frame.calls > 0) & ~of.keeps & (of.channels == 1)).tolist())
+        folded = np.flatnonzero((frame.calls > 0) & ~of.keeps & (of.channels == 1))
+        if (of, folded.tobytes()) != self._latest:
+            self._latest = of, folded.tobytes()
+            self._folded.update(of[i] for i in folded.tolist())
         seen = len(self._scalars) + len(self._left_out) + len(self._folded), self._samples
         known = self._known.get(frame.sites)
         if known is None or known[:2] != (placing, seen):
@@ -215,7 +219,7 @@ def _placed(own: OwnSite, placing: Placing) -> Placed:
 
 
 class Union:
-    """What all ranks make alike of their tables.
+    """The tables of all ranks as one, alike on all.
 
     ``rows``: of all sites, in the order of the first table, then what others add. ``sites``: theirs, then those without
     a row of which something was left out. ``unlike``: sites of which ranks have other channels, merged as totals.
@@ -255,7 +259,7 @@ class Union:
         self.unknown = list(dict.fromkeys(site for site, is_known in compared if site and not is_known))
 
     def _merged(self, rows: list[TableRow]) -> TableRow:
-        """A row of the whole. What a rank says that has not seen its channels yet does not concern the others."""
+        """Return a row of the whole. A rank that has not seen its channels yet does not count."""
         first = rows[0]
         if len(rows) == 1 and (self.bins is not None or not first.counters):
             return first
@@ -276,7 +280,7 @@ class Union:
         return _total(merged, self.bins) if is_unlike or any(row.has_folded for row in rows) else merged
 
     def _fit(self) -> None:
-        """Leaves out what would take more than the budget."""
+        """Leave out what would take more than the budget."""
         if self.bytes > self._budget and any(row.channels > 1 for row in self.rows):
             self._leave_out("channels of all ranks", [_total(row, self.bins) for row in self.rows], "merged as totals")
         if 8 * self.samples * len(self.ranks) > _MOST_IDS:
@@ -315,30 +319,32 @@ class Union:
         return {site: rows for site, rows in found.items() if site not in self._owners}
 
     def kept(self, once: Sequence[Site]) -> Counts:
-        """The rows of what has been merged. once: alternatives that are the same: the first one stands for all."""
+        """Return the rows that are merged. once: alternatives that are the same: the first one stands for all."""
         left_out = {i for site in once for i in self.alternatives[site][1:]}
         return np.array([i for i in range(len(self.rows)) if i not in left_out], np.int64)
 
     def counts(self, row: TableRow, rank: int) -> bool:
-        """Whether a rank whose table has this row counts."""
+        """Return True if a rank whose table has this row counts."""
         lowest, owners = self._owners[row.site]
         return row.owners == owners and (owners != "first" or lowest == rank)
 
     def whole(self, once: Sequence[Site]) -> Sites:
-        """The sites of the whole, in one block. once: see `kept`."""
-        rows = list(self.rows)
+        """Return the sites of the whole: a block of states, and one of all rows' histograms. once: see `kept`."""
+        rows, kept = list(self.rows), self.kept(once)
         for site in once:
             first = self.alternatives[site][0]
             rows[first] = rows[first]._replace(site=site)
-        kept = [rows[i] for i in self.kept(once).tolist()]
-        return Sites.side_by_side(
-            [row.site for row in kept],
-            [row.keep_channels for row in kept],
-            [row.channel_dim for row in kept],
-            [row.group_size for row in kept],
+        rows = [rows[i] for i in kept.tolist()]
+        widths = np.diff(self.channel_begin)[kept]
+        states, zeros = len(FIELDS) * widths, np.zeros(len(kept), np.int64)
+        bins = zeros + 1, self.bin_begin[kept], np.diff(self.bin_begin)[kept]
+        return Sites(
+            [row.site for row in rows],
+            [row.keep_channels for row in rows],
+            [row.channel_dim for row in rows],
+            [row.group_size for row in rows],
             self.bins,
-            [row.channels for row in kept],
-            [row.counters for row in kept],
+            np.stack([zeros, np.cumsum(states) - states, widths, *bins]),
         )
 
 
@@ -350,8 +356,10 @@ def _total(row: TableRow, bins: Bins | None) -> TableRow:
 
 
 def _owner(rows: list[tuple[int, TableRow]]) -> tuple[int, Owners]:
-    """The lowest rank that has a site, and who counts of it. The first rank's word holds where ranks do not agree, so
-    that nothing is counted twice."""
+    """Return the lowest rank that has a site, and who counts of it.
+
+    The first rank's word holds where ranks do not agree, so that nothing is counted twice.
+    """
     rank, row = rows[0]
     if isinstance(row.owners, str):
         return rank, row.owners
@@ -359,6 +367,6 @@ def _owner(rows: list[tuple[int, TableRow]]) -> tuple[int, Owners]:
 
 
 def named(sites: Sequence[Site]) -> str:
-    """The first of them, and how many more."""
+    """Return the first of them, and how many more there are."""
     more = f" and {len(sites) - _NAMED} more" if len(sites) > _NAMED else ""
     return ", ".join(map(str, sites[:_NAMED])) + more

@@ -10,7 +10,7 @@ import torch
 
 import hookstats
 from hookstats import Site
-from hookstats.cluster.packing import First, Packer
+from hookstats.cluster.packing import OPERATIONS, First, Packer
 from hookstats.cluster.union import Placed, Placing, Share, Tables, Union, whole
 from hookstats.numbers.fields import FIELDS, Bins, histogram_shape
 from hookstats.numbers.frame import StepFrame
@@ -78,10 +78,10 @@ class Job:
             packer.part(step, local) for packer, step, local in zip(self.packers, self.steps, self.local, strict=True)
         ]
         own = [part.first(step, learned) for part, step in zip(parts, self.steps, strict=True)]
+        arrays = zip(*(mine.arrays for mine, *_ in own), strict=True)
         with np.errstate(invalid="ignore"):  # a scalar that is infinite
-            sums = np.sum([each.all_sums for each, *_ in own], 0)
-        extremes = np.max([each.all_extremes for each, *_ in own], 0)
-        self.first = First(self.packers[rank].shape, sums, extremes)
+            reduced = [how.reduce(each) for how, each in zip(OPERATIONS, arrays, strict=True)]
+        self.first = First(self.union, reduced)
         seconds = [part.second(each, self.first) for part, each in zip(parts, own, strict=True)]
         second, ranks = np.sum([each for each, _ in seconds], 0), np.max([each for _, each in seconds], 0)
         return self.packers[rank].unpack(self.first, second, ranks, self.steps[rank])

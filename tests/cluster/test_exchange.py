@@ -38,6 +38,9 @@ def test_groups_are_of_at_most_fan_ranks_nodes_first_and_their_first_ranks_go_on
         levels(range(4), fan=1)
 
 
+SIZES = (0, 1, 7, 1000, 1 << 19)  # of the last, the leader holds one at a time
+
+
 def numbers_of(rank: int, size: int) -> np.ndarray:
     return np.random.default_rng([rank, size]).standard_normal(size)
 
@@ -49,7 +52,7 @@ def exchanges_twice(rank: int, world: int, fan: int) -> list[Any]:
 def exchanges(rank: int, world: int, fan: int, seed: int) -> Any:
     exchange, sleeps = Exchange("test", range(world), 60.0, fan), random.Random(100 * seed + rank)
     found: list[Any] = []
-    for size in (0, 1, 7, 1000):
+    for size in SIZES:
         time.sleep(sleeps.random() / 20)
         found.append(exchange.sum(numbers_of(rank, size)).tobytes())
         found.append(exchange.max(np.array([[rank, -rank], [-(2**63), 2**62 + rank]])).tolist())
@@ -65,7 +68,7 @@ def test_every_rank_gets_the_same_bits_in_each_run_whoever_comes_first(world: in
     first = found[0][0]
     assert all(each == [first, first] for each in found)
     *reduced, pairs, sevens, texts = first
-    for size, summed, largest in zip((0, 1, 7, 1000), reduced[::2], reduced[1::2], strict=True):
+    for size, summed, largest in zip(SIZES, reduced[::2], reduced[1::2], strict=True):
         want = sum(numbers_of(rank, size) for rank in range(world))
         np.testing.assert_allclose(np.frombuffer(summed), want, rtol=1e-13, atol=1e-13)
         assert largest == [[world - 1, 0], [-(2**63), 2**62 + world - 1]]

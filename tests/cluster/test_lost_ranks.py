@@ -11,10 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hookstats import Site
+from hookstats.cluster import merging as merging_room
+from hookstats.cluster.drifts import Replicas
 from hookstats.cluster.exchange import default_store
-from tests.cluster.merging import ALL, merging_of, ranks_of, step_of, submit, train
+from hookstats.cluster.packing import Packer, Part
+from tests.cluster.merging import ALL, A, merging_of, ranks_of, step_of, submit, train
 from tests.plain import hearing
 from tests.ranks import outcomes, run, until
+
+B, PARAMETER = Site("b", "output"), Site("a", "param")
 
 
 def is_killed(rank: int, world: int, fan: int) -> Any:
@@ -152,25 +158,58 @@ def test_a_step_that_one_rank_cannot_bring_is_each_ranks_own_and_the_next_is_mer
         assert rank == 1 or "step 20: another rank could not bring its part" in told[0]
 
 
+FAULTS: dict[str, tuple[Any, str]] = {
+    "when it makes its part": (Part, "first"),
+    "when all have added up what they have": (Part, "second"),
+    "when others have what they need of it": (Packer, "unpack"),
+    "when ranks have other sites than before": (merging_room, "Union"),
+    "when it learns who holds the same": (Replicas, "learn"),
+    "when it tells what it holds": (Replicas, "history"),
+}
+
+
 def fails_in_the_middle(rank: int, world: int) -> Any:
-    """Rank 1, when all have added up what they have: nobody waits for it until the time is over."""
-    merging = merging_of(world)
-    with hearing() as told:
-        done = train(merging, [0, 10])
-        if rank == 1:
-            merging._tell_of = None  # type: ignore[assignment, method-assign]
-        done += train(merging, [20, 30])
-        dist.barrier()
-        merging.close()
-    return ranks_of(done), told
+    """Rank 1, in steps 10 and 20."""
+
+    def fault(*args: Any) -> Any:
+        raise ZeroDivisionError("a fault of ours")
+
+    found = {}
+    for where, (owner, name) in FAULTS.items():
+        merging, sound = merging_of(world), getattr(owner, name)
+        with hearing() as told:
+            site, others = (PARAMETER, PARAMETER) if owner is Replicas else (A, B if name == "Union" else A)
+            done = train(merging, [0], site=site)
+            if rank == 1:
+                setattr(owner, name, fault)
+            done += train(merging, [10, 20], site=others)
+            setattr(owner, name, sound)
+            done += train(merging, [30], site=others)
+            dist.barrier()
+            merging.close()
+        found[where] = [each.ranks.present for each in done], told
+    return found
 
 
-def test_a_fault_of_ours_in_the_middle_of_a_step_leaves_everybody_alone() -> None:
-    for rank, (ranks, told) in enumerate(run(fails_in_the_middle, 3)):
-        assert ranks[:2] == [ALL, ALL]
-        assert ranks[3] == (rank,)
-        assert len(told) == 1
-        assert "nothing is merged from now on" in told[0]
+def test_a_fault_of_ours_leaves_all_alone_with_that_step_and_the_next_is_merged_which_is_said_once_and_counted() -> (
+    None
+):
+    for rank, found in enumerate(run(fails_in_the_middle, 3)):
+        for where, (owner, name) in FAULTS.items():
+            ranks, told = found[where]
+            if owner is Replicas:
+                assert ranks == [ALL] * 4
+                assert len(told) == 1
+                assert "hold the same of parameters is not looked at any more" in told[0]
+                continue
+            is_alone = rank == 1 or name != "unpack"
+            assert ranks == [ALL, *[(rank,) if is_alone else ALL] * 2, ALL], where
+            assert len(told) == 2 * is_alone, told
+            if is_alone:
+                first, count = told
+                assert ("step 10: ZeroDivisionError('a fault of ours')" in first) == (rank == 1)
+                assert rank == 1 or "step 10: another rank could not bring its part" in first
+                assert "2 steps were not merged over ranks" in count
 
 
 def ends_in_flight(rank: int, world: int, way: str) -> Any:
