@@ -131,7 +131,7 @@ def state_of(shape: Shape, mesh: Mesh) -> State:
     for name, slot in plan.parameters.items():
         parameter = slot.get()
         assert parameter is not None
-        rows = parameter.shape[0] if parameter.dim() > 1 else 1
+        rows = parameter.shape[0]  # of the weight of a norm each entry
         widths.append(max(1, math.ceil(rows / mesh.data)) if mesh.sharded and "experts" not in name else rows)
     return State(len(widths), sum(widths), sum(map(store.site_bytes, widths)), len(widths) * store.site_bytes(1))
 
