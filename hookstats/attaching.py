@@ -99,8 +99,8 @@ def attach(
             `Monitor.ignore` leaves it is every n-th; fewer than n rows are read whole, channels are never cut, and
             what is of parameters, the model's input, attentions and routers are read in full. Counts, extremes and
             histograms are then of the rows read, means, rms and shares are estimates (`Stats.standard_error`), and a
-            NaN in another row is not seen (``Snapshot.rows``). The first ten measured steps are read in full, and ten
-            after a finding of a warning or worse, for rules that need the sums of all rows.
+            NaN in another row is not seen (``Snapshot.rows``). Ten measured steps of each 500 are read in full,
+            from the first on, and ten after a finding of a warning or worse, for rules that need the sums of all rows.
         budget: in place of every and rows, the share of the time of a step that may be added on average, such as 0.01.
             The first 28 steps are timed, in full, in part and without; then every and rows are chosen, for good: every
             step where that fits, with as many rows as fit, at least one of 8. It is logged, and is in

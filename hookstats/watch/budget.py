@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from hookstats.watch.overhead import Stopwatch, TimedStep
-from hookstats.watch.sampling import Sampling
+from hookstats.watch.sampling import AGAIN, WHOLE_STEPS, Sampling
 
 _log = logging.getLogger("hookstats")
 _WARM = 3  # steps that are not timed: kernels are loaded, sites are made, programs compiled
@@ -30,16 +30,15 @@ def choose(share: float, bare: float, whole: float, part: float) -> Choice:
     """Return the most that stays within a share of the time of a step: every step rather than every row.
 
     bare: the time of a step that is not measured. whole, part: what is added by measuring all rows, and one of 8. It is
-    taken for a fixed time, and one for each row that is read.
+    taken for a fixed time, and one for each row that is read. Some steps are read in full whatever is chosen.
     """
-    most = _ROWS[-1]
+    most, in_full = _ROWS[-1], WHOLE_STEPS / AGAIN
     of_rows = max(whole - part, 0.0) / (1 - 1 / most)
-    fixed = max(whole - of_rows, 0.0)
+    added = {rows: max(whole - of_rows, 0.0) + of_rows * (in_full + (1 - in_full) / rows) for rows in _ROWS}
     allowed = share * bare
-    least = fixed + of_rows / most
-    every = _MOST if least >= _MOST * allowed else max(math.ceil(least / allowed), 1)
-    rows = next((rows for rows in _ROWS if fixed + of_rows / rows <= every * allowed), most)
-    return Choice(every, rows, (fixed + of_rows / rows) / every / bare)
+    every = _MOST if added[most] >= _MOST * allowed else max(math.ceil(added[most] / allowed), 1)
+    rows = next((rows for rows in _ROWS if added[rows] <= every * allowed), most)
+    return Choice(every, rows, added[rows] / every / bare)
 
 
 class Budget:

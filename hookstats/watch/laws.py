@@ -107,7 +107,7 @@ def _bias(frame: StepFrame) -> _Applied:
     where = f"{count} layer{'s' if count > 1 else ''} with a bias" if count else None
     if where and frame.rows > 1:
         return None, (
-            f"one of {frame.rows} rows was read: a sum over all rows is known in the first ten measured steps, and in "
+            f"one of {frame.rows} rows was read: a sum over all rows is known in ten of 500 measured steps, and in "
             "ten after a finding"
         )
     return where, "no layer has a bias, and a gradient of its output"

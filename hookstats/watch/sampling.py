@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hookstats import _native
 
-# Measured steps that are read in full, at the beginning and after a finding. The rules that need the sums over all rows
-# (laws of gradients, losses against gradients) want up to ten in a row: `probabilities_as_logits`.
-WHOLE_STEPS = 10
+# So many measured steps in a row are read in full, at the beginning, after a finding, and each so-many-th time. Rules
+# that need sums over all rows (laws of gradients, losses against gradients) want ten: `probabilities_as_logits`.
+WHOLE_STEPS, AGAIN = 10, 500
 
 
 class Sampling:
@@ -16,14 +16,15 @@ class Sampling:
         self.rows = rows
         self._enabled = enabled
         self._closed = 0  # measured steps
-        self._whole = WHOLE_STEPS  # still to come
+        self._whole = 0  # still to come, after a finding
         self._held: int | None = None
         self._now = 1, 0
         self.begin_step()
 
     def begin_step(self) -> bool:
         """Says what is read from now on. Returns whether that is something else than before."""
-        every = self._held or (1 if self._whole else self.rows)
+        is_whole = self._whole or self._closed % AGAIN < WHOLE_STEPS
+        every = self._held or (1 if is_whole else self.rows)
         before, self._now = self._now, (every, self._closed % every)
         if before != self._now:
             self._enabled.sampling = self._now

@@ -337,8 +337,8 @@ MUTANTS = [
     Mutant(
         "a budget is for measured steps alone",
         "hookstats/watch/budget.py",
-        "if fixed + of_rows / rows <= every * allowed",
-        "if fixed + of_rows / rows <= allowed",
+        "if added[rows] <= every * allowed",
+        "if added[rows] <= allowed",
         "tests/watch/test_budget.py -k as_many_steps",
     ),
 ]

@@ -63,12 +63,12 @@ def of_rows(rows: int) -> float:
     ("budget", "every", "rows"),
     [
         (0.06, 1, 1),
-        (0.03, 1, 2),
-        (0.02, 1, 4),
-        (0.015, 1, 8),
-        (0.01, 2, 4),  # one of 8 rows would leave time for no more steps
+        (0.031, 1, 2),
+        (0.021, 1, 4),
+        (0.016, 1, 8),
+        (0.0105, 2, 4),  # one of 8 rows would leave time for no more steps
         (0.007, 3, 4),
-        (0.001, 15, 8),
+        (0.001, 16, 8),
     ],
 )
 def test_as_many_steps_as_fit_are_measured_and_then_as_many_rows(
@@ -90,7 +90,7 @@ def test_as_many_steps_as_fit_are_measured_and_then_as_many_rows(
 
 def test_what_hinders_a_single_step_of_a_kind_changes_nothing(clock: Clock) -> None:
     seen = iter(range(10**6))
-    monitor, _ = trained(clock, 0.03, lambda rows: of_rows(rows) + 500 * (next(seen) % 4 == 0), TIMED + 2)
+    monitor, _ = trained(clock, 0.031, lambda rows: of_rows(rows) + 500 * (next(seen) % 4 == 0), TIMED + 2)
     assert (monitor.overhead().every, monitor.overhead().rows) == (1, 2)
 
 

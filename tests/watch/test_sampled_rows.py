@@ -245,6 +245,17 @@ def test_after_a_finding_all_rows_are_read_for_ten_steps_and_the_finding_says_wh
     assert [kept[step].rows for step in range(len(rows))] == rows
 
 
+def test_ten_steps_of_five_hundred_are_read_in_full_whatever_is_found() -> None:
+    model, rows = nn.Sequential(nn.Linear(16, 16)), []
+    with hookstats.attach(model, tensors="output", every=1, rows=8) as monitor:
+        for _ in range(512):
+            model(tokens(8, 16))
+            snapshot = monitor.step()
+            assert snapshot is not None
+            rows.append(snapshot.rows)
+    assert rows == ([1] * 10 + [8] * 490) + [1] * 10 + [8] * 2
+
+
 def test_a_snapshot_keeps_which_rows_were_read() -> None:
     model = nn.Sequential(nn.Linear(16, 16))
     with hookstats.attach(model, every=1, rows=4) as monitor:
