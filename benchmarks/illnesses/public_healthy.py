@@ -425,7 +425,7 @@ def batch_norms_of_a_trained_model_that_are_frozen(setup: Setup) -> None:
 def batch_norms_that_are_frozen_after_a_while(setup: Setup) -> None:
     def freeze(step: int) -> None:
         if step == 60:
-            setup.set_lr(3e-3)
+            setup.set_lr(1e-4)
             for module in setup.model.modules():
                 if isinstance(module, nn.BatchNorm2d):
                     module.eval()

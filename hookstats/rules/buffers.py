@@ -162,7 +162,7 @@ def runaway_statistics(
 
     return [
         Ill(is_negative, say_negative, totals.min, 0.0),
-        Ill(ill & ~is_negative, say_grown, factors, ratio, since=streak.since),
+        Ill(ill & ~is_negative, say_grown, streak.lengths, consecutive_steps, since=streak.since),
     ]
 
 

@@ -67,7 +67,7 @@ NAMED = [
     ),
     ("batch_norms_without_momentum", "resnet", "still-statistics", "warning", "are 0 and 1 as at the beginning"),
     ("a_momentum_above_1", "resnet", "runaway-statistics", "warning", "no variance is below 0"),
-    ("activations_that_a_norm_hides", "resnet", "runaway-statistics", "warning", "1.norm1.running_var runs away"),
+    ("activations_that_a_norm_hides", "resnet", "runaway-statistics", "warning", "1.norm1.running_mean runs away"),
 ]  # fmt: skip
 
 
