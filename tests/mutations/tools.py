@@ -385,13 +385,6 @@ MUTANTS = [
         "tests/cluster/test_identities_of_ranks.py -k fit",
     ),
     Mutant(
-        "where channels are not sent, identities are judged by the sums' mean as if it were one sum",
-        "hookstats/rules/identities.py",
-        "variance = means[-1] / groups",
-        "variance = means[-1] * groups**2",
-        "tests/rules/test_identities.py -k 'named and totals'",
-    ),
-    Mutant(
         "that most identities are broken is told of each",
         "hookstats/rules/identities.py",
         "is_of_all = 2 * count > len(found) >= MANY",
