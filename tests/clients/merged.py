@@ -42,7 +42,8 @@ def check_sites(
     assert found.skipped == {}
     for site in set(wanted) - set(but):
         is_flat = flat and site.name.endswith((".weight", ".bias"))
-        _check(site, found[site], wanted[site], times if site.tensor.startswith("grad_output") else 1, is_flat)
+        is_of_output = site.tensor.startswith(("grad_output", "token_weights"))
+        _check(site, found[site], wanted[site], times if is_of_output else 1, is_flat)
 
 
 def _check(site: Any, found: Any, wanted: Any, times: float, is_flat: bool) -> None:
