@@ -36,10 +36,10 @@ class Part(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A site, and its places, the present one last."""
+    """A site, and its place."""
 
     site: Site
-    parts: tuple[Part, ...]
+    part: Part
     keep_channels: bool
     channel_dim: int | None
     group_size: int | None = None
@@ -47,18 +47,15 @@ class Row(NamedTuple):
 
 def layout_of(devices: Sequence[int], rows: Sequence[Row], bins: Bins | None) -> Layout:
     """devices: of each block, the number of its device."""
-    left = [(row.site, part) for row in rows for part in row.parts[:-1]]
-    n = len(left)
     sites = sites_at(
-        np.array([row.parts[-1] for row in rows], np.int64),
+        np.array([row.part for row in rows], np.int64),
         [row.site for row in rows],
         [row.keep_channels for row in rows],
         [row.channel_dim for row in rows],
         [row.group_size for row in rows],
         bins,
     )
-    parts = np.array([part for _, part in left], np.int64).reshape(-1, 4)
-    return Layout(devices, sites, sites_at(parts, [s for s, _ in left], [False] * n, [None] * n, None, bins))
+    return Layout(devices, sites)
 
 
 def sites_of(measured: Sequence[Measured], bins: Bins | None = None) -> Sites:

@@ -53,7 +53,8 @@ class Channels:
             `SiteStats.groups` are the statistics of each group. Where nothing is given, the heads of attention are
             found by evidence: the names of its projections, and the number of heads in it or in its configuration.
 
-    Where the width of a site alternates, it keeps totals. A parameter's channels are its outputs (dimension 0; of a
+    A step in which the width of a site changes has its totals, and where it changes several times, the site keeps
+    totals. A parameter's channels are its outputs (dimension 0; of a
     transposed convolution, and of transformers' Conv1D, 1), those of a vector its entries, of one value each.
 
     Raises:

@@ -16,7 +16,6 @@ from hookstats.watch.binding import SiteBinder
 from hookstats.watch.flags import is_capturing
 from hookstats.watch.memory import Entry, SiteState, Store, accumulate, local_part
 
-_MOST_PLACES = 8  # widths that a site has memory for; then it keeps totals
 _MOST_BATCHED = 8  # times that a site is in a batch, on average: optimizers that are made anew do not pile up
 
 
@@ -111,6 +110,8 @@ class Batches:
         self._binder = binder
         self._known: dict[tuple[int, ...], Any] = {}  # by the sites' Entry.index
         self._members = 0  # of all that are known
+        self._measured: list[tuple[int, ...]] = []  # since the state was taken away last, which was the number
+        self._clears = 0
 
     def accumulate(self, owners: list[Owner], tensors: list[torch.Tensor | None]) -> set[int]:
         """A tensor for each owner; None: nothing of it. The numbers of those for which the states were not as they had
@@ -123,6 +124,8 @@ class Batches:
         batch = self._known.get(key)
         if batch is None:
             batch = self._new(key, [entry.state for entry in entries])
+        if self._clears != self._store.clears:
+            self._measured, self._clears = [], self._store.clears
         failures = batch.accumulate(tensors)
         for number, problem in failures:
             owner, kind = owners[number]
@@ -132,6 +135,7 @@ class Batches:
                 if self._store.strict:
                     raise
                 self._binder.leave_out([owner.entries[kind]], error)
+        self._measured.append(key)
         return {number for number, _ in failures}
 
     def _new(self, key: tuple[int, ...], states: list[SiteState]) -> Any:
@@ -166,26 +170,20 @@ class Batches:
         self._forget()
         if tensor.layout == torch.strided and tensor.dtype in _native.DTYPES:
             device, width, dim = placing(slot, tensor, entry.keep_channels, tensor.device)
+            is_empty = kind not in owner.captured and not any(entry.index in key for key in self._measured)
             with self._store.lock:
-                if not self._has_room(entry, device, width):
+                if (entry.left and not is_empty) or not self._store.make_room_to_move(device, width, 1):
                     width, entry.keep_channels = 1, False
-                moves = (device, width) != (entry.places[-1].device, entry.places[-1].channels)
-                has_room = self._has_room(entry, device, width)
+                moves = (device, width) != (entry.place.device, entry.place.channels)
+                has_room = self._store.make_room_to_move(device, width, 1)
                 if moves and has_room:
-                    self._store.place(entry, device, width, dim)
+                    self._store.move(entry, device, width, dim, is_empty)
             if moves and has_room:
                 accumulate(tensor, entry.state)
                 return
             if moves:
                 problem = self._store.no_room(width, 1, entry.has_bins)
         self._binder.leave_out([entry], problem)
-
-    def _has_room(self, entry: Entry, device: torch.device, width: int) -> bool:
-        if entry.place_at(device, width) is not None:
-            return True
-        return (width == 1 or len(entry.places) < _MOST_PLACES) and self._store.make_room(
-            device, width, 1, entry.has_bins
-        )
 
 
 def part_held(binder: SiteBinder, each: Parameter, kind: str, tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -75,7 +75,8 @@ class SiteBinder:
         width = spec.channels.width if spec.keep_channels and spec.channels.width else 1
         with self.store.lock:
             for kind, site in spec.sites.items():
-                entry = self.store.add(site, device, width, spec.channel_dim, spec.keep_channels and spec.bound)
+                keeps = spec.keep_channels and spec.channels.width is not None
+                entry = self.store.add(site, device, width, spec.channel_dim, keeps)
                 spec.entries[kind] = entry
                 HOOKS[entry.index] = hook
                 entry.channel_dim, entry.group_size = spec.shown_dim, spec.group_size

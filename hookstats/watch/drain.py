@@ -7,6 +7,7 @@ the same path, where every copy is complete at once.
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import TypeAlias
 
@@ -20,7 +21,7 @@ from hookstats.numbers.frame import COUNTERS, StepFrame
 from hookstats.numbers.given import Given
 from hookstats.numbers.ranks import ALONE, StepRanks
 from hookstats.watch.layout import Layout, sites_at
-from hookstats.watch.memory import TOTALS, Entry, Place, Store
+from hookstats.watch.memory import TOTALS, Entry, Store
 from hookstats.watch.scalars import Kept, Slots, by_step, sample_ids_by_step
 
 Key: TypeAlias = tuple[torch.device, int]  # a block of state, by device and number
@@ -170,6 +171,7 @@ class Drain:
             return self._begin(kept, clear, totals_only)
 
     def _begin(self, kept: Kept, clear: bool, totals_only: bool) -> Pending:
+        self._store.fold_left()
         every, _ = self._store.flags.enabled.sampling
         pending = Pending(*self._placed(totals_only), kept, self._ranks, every)
         for device in {**self._store.blocks, **kept.slots}:
@@ -184,12 +186,14 @@ class Drain:
             pending.send_slots(device, kept.slots.get(device, []), side)
             if side is not None:
                 pending.sent(side)
+        if clear:
+            self._store.forget_left()
         return pending
 
     def _placed(self, totals_only: bool) -> tuple[Layout, list[Key], list[Entry], Held]:
         """Where all sites lie: made anew only where something has moved."""
         entries = self._store.entries
-        sign: Sign = [(len(e.places), e.places[-1].number, e.keep_channels, e.channel_dim, e.sharding) for e in entries]
+        sign: Sign = [(e.place, e.folded is None, e.keep_channels, e.channel_dim, e.sharding) for e in entries]
         if sign != self._sign:
             self._sign, self._layouts, self._held = sign, {}, {e.site: e.held for e in entries}
         if totals_only not in self._layouts:
@@ -208,26 +212,21 @@ class Drain:
 
 
 def _layout(entries: list[Entry], store: Store, totals_only: bool) -> tuple[Layout, list[Key]]:
-    places = [[place.totals() if totals_only else place for place in e.places] for e in entries]
-    keys = list(dict.fromkeys((place.device, place.block) for each in places for place in each))
+    places = [entry.read[0] for entry in entries]
+    if totals_only:
+        numbers = {device: itertools.count() for device in store.blocks}
+        places = [place.totals(next(numbers[place.device])) for place in places]
+    keys = list(dict.fromkeys((place.device, place.block) for place in places))
     number = {key: i for i, key in enumerate(keys)}
     devices = list(dict.fromkeys(device for device, _ in keys))
-
-    def numbers(chosen: list[Place]) -> Counts:
-        found = [(number[p.device, p.block], p.offset, p.channels, p.bins) for p in chosen]
-        return np.array(found, np.int64).reshape(-1, 4)
-
+    found = [(number[p.device, p.block], p.offset, p.channels, p.bins) for p in places]
+    keeps = [e.keeps_now for e in entries]
     sites = sites_at(
-        numbers([each[-1] for each in places]),
+        np.array(found, np.int64).reshape(-1, 4),
         [e.site for e in entries],
-        [e.keep_channels and not totals_only for e in entries],
-        [e.channel_dim if e.keep_channels else None for e in entries],
+        [each and not totals_only for each in keeps],
+        [e.channel_dim if each else None for e, each in zip(entries, keeps, strict=True)],
         [e.group_size for e in entries],
         store.histogram,
     )
-    before = [(e.site, place) for e, each in zip(entries, places, strict=True) for place in each[:-1]]
-    n = len(before)
-    left = sites_at(
-        numbers([place for _, place in before]), [s for s, _ in before], [False] * n, [None] * n, None, store.histogram
-    )
-    return Layout([devices.index(device) for device, _ in keys], sites, left), keys
+    return Layout([devices.index(device) for device, _ in keys], sites), keys

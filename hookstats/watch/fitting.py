@@ -34,52 +34,53 @@ class Fitting:
 
     def _fit(self, hook: Hook, tensor: torch.Tensor) -> None:
         spec, device = hook.spec, tensor.device
-        place = spec.place
-        dim = self._channel_dim(spec, tensor, place.channels)
+        channels = spec.place.channels
+        dim = self._channel_dim(spec, tensor, channels)
         width = (tensor.shape[dim] if tensor.dim() else 1) if spec.keep_channels else None
-        if is_capturing() and any(entry.place_at(device, width or 1) is None for entry in spec.entries.values()):
-            raise Captured
-        if width is not None and spec.bound and width != place.channels:
-            if spec.moved:
-                some, *_ = spec.sites.values()
-                self._warn_once(
-                    "width",
-                    f"{some} had {place.channels} channels and now has {width}: they are folded into one, here and at "
-                    "other sites whose width changes",
-                )
+        is_first = not spec.dims
+        if width is not None and width != channels and not is_first:
+            some, *entries = spec.entries.values()
+            self._warn_once(
+                "width",
+                f"{some.site} had {channels} channels and now has {width}: in steps with both, its channels are folded "
+                "into one, here and at other sites whose width changes",
+            )
+            if any(entry.left for entry in (some, *entries)):
                 spec.keep_channels, width = False, None
-            spec.moved = True
-        if not spec.dims:  # the first tensor that it meets
+        if is_first:
             for entry in spec.entries.values():
                 entry.is_container = False
+        self._settle(hook, tensor.dim(), dim, width, device, is_first)
         self._ran.note(tuple(tensor.shape), dim)
-        self._settle(hook, tensor.dim(), dim, width, device)
 
-    def _settle(self, hook: Hook, ndim: int, dim: int, width: int | None, device: torch.device) -> None:
+    def _settle(self, hook: Hook, ndim: int, dim: int, width: int | None, device: torch.device, is_first: bool) -> None:
         """Gives the hook states of this width; None: totals alone."""
         spec = hook.spec
         place = spec.place
-        stays = spec.bound and (device, width or 1) == (place.device, place.channels)
-        new = sum(entry.place_at(device, width or 1) is None for entry in spec.entries.values())
-        if not stays and width is not None and not self._store.make_room(device, width, new):
+        stays = (device, width or 1) == (place.device, place.channels)
+        if is_capturing() and not stays:
+            raise Captured
+        make_room = self._store.make_room if is_first else self._store.make_room_to_move
+        if not stays and width is not None and not make_room(device, width, len(spec.entries)):
             self._warn_once(
                 "budget",
                 f"per-channel state of {spec.name!r} and later sites would not fit into memory_budget="
                 f"{self._store.memory_budget} bytes: they keep totals only",
             )
             spec.keep_channels, width = False, None
-            stays = spec.bound and (device, 1) == (place.device, place.channels)
+            stays = (device, 1) == (place.device, place.channels)
+        if not stays and not self._store.make_room(device, width or 1, len(spec.entries)):
+            raise MemoryError(self._store.no_room(1, len(spec.entries)))
         before = spec.channel_dim
         spec.dims[ndim] = dim
-        if stays and spec.channel_dim == before:
+        if stays and not is_first and spec.channel_dim == before:
             return
-        spec.bound = True
         for entry in spec.entries.values():
             entry.keep_channels, entry.channel_dim = width is not None, spec.shown_dim
             if stays:
                 entry.state = entry.state._replace(channel_dim=spec.channel_dim)
             else:
-                self._store.place(entry, device, width or 1, spec.channel_dim)
+                self._store.move(entry, device, width or 1, spec.channel_dim, is_first)
         hook.bind_sites()
         if device != place.device:
             self._ignoring.refresh()

@@ -22,10 +22,7 @@ Kinds: TypeAlias = tuple[str | None, str | None]  # of a hook's sites: the tenso
 
 
 class SiteSpec:
-    """Facts about a hook's tensor: for `SiteBinder` and `Fitting` alone, never read on the fast way.
-
-    ``bound``: its width is settled. ``moved``: the width was another one than expected, once.
-    """
+    """Facts about a hook's tensor: for `SiteBinder` and `Fitting` alone, never read on the fast way."""
 
     def __init__(
         self,
@@ -45,8 +42,6 @@ class SiteSpec:
         self.kinds = kinds
         self.group_size = group_size
         self.module = None if module is None else weakref.ref(module)
-        self.bound = not keep_channels or channels.width is not None
-        self.moved = False
         self.entries: dict[str, Entry] = {}  # by tensor kind
         self.dims: dict[int, int] = {}  # of its channels, by the number of a tensor's dimensions, where found
         # Of plain tensors that are a rank's part of a whole: a method that tells how they lie, by their channels here.
@@ -55,7 +50,7 @@ class SiteSpec:
     @property
     def place(self) -> Place:
         """Return the place where its states lie now."""
-        return next(iter(self.entries.values())).places[-1]
+        return next(iter(self.entries.values())).place
 
     @property
     def channel_dim(self) -> int:

@@ -88,19 +88,30 @@ class Place(NamedTuple):
     offset: int
     channels: int
     bins: int
-    number: int  # on its device
+    room: int  # what it may take
 
-    def totals(self) -> Place:
-        """Where the same lies in what `Store.take_totals` returns."""
-        offset = self.number * (len(FIELDS) + _native.COUNTERS)
+    @property
+    def size(self) -> int:
+        return len(FIELDS) * self.channels + _native.COUNTERS + self.bins
+
+    def totals(self, number: int) -> Place:
+        """Where the same lies in what `Store.take_totals` returns, as the state of this number on its device."""
+        offset = number * (len(FIELDS) + _native.COUNTERS)
         return self._replace(block=TOTALS, offset=offset, channels=1, bins=0)
+
+
+class Left(NamedTuple):
+    """A state that a site had, to which somebody may still bring what belongs to it."""
+
+    place: Place
+    moments: weakref.ref[torch.Tensor]  # held by waiting gradients, and for ever by what a CUDA graph has captured
 
 
 class Entry:
     """One site: where its state is, and what the hooks are given.
 
-    A site may move, to another width or device, and back. What it left behind is still read, because gradients may be
-    on their way there: `places` holds all, one for each width on each device, the present one last.
+    A site may move, to another width or device. As long as something may come to the states that it has left, these are
+    folded into the present one when a step ends; where their widths differ, all are folded into its totals.
     """
 
     _indices = itertools.count()  # over all monitors
@@ -118,13 +129,25 @@ class Entry:
         self.given_up = False
         self.sharding: Sharding | None = None  # of the latest of its tensors, if these are DTensors
         self.sharded_in = -1  # when that was measured: Store.clears
-        self.places: list[Place] = []
+        self.place: Place
         self.state: SiteState
+        self.left: list[Left] = []
+        self.folded: tuple[Place, SiteState] | None = None  # its totals, while states of other widths are left
+
+    @property
+    def read(self) -> tuple[Place, SiteState]:
+        """What leaves the device with a step."""
+        return self.folded or (self.place, self.state)
+
+    @property
+    def keeps_now(self) -> bool:
+        """Whether channels are kept in the open step."""
+        return self.keep_channels and self.folded is None
 
     @property
     def held(self) -> LocalShard:
         """What this process holds of it."""
-        return LocalShard(self.places[-1].channels if self.keep_channels else None, self.sharding)
+        return LocalShard(self.place.channels if self.keeps_now else None, self.sharding)
 
     @property
     def hidden_if_silent(self) -> bool:
@@ -133,10 +156,6 @@ class Entry:
         So of samples, which have no bins: they are taken when a step ends, and an open one has none.
         """
         return self.is_container or self.left_out or self.given_up or not self.has_bins
-
-    def place_at(self, device: torch.device, channels: int) -> Place | None:
-        """Where it is, or was, on this device with this width."""
-        return next((place for place in self.places if (place.device, place.channels) == (device, channels)), None)
 
 
 def _zeros(size: int, device: torch.device) -> torch.Tensor:
@@ -186,15 +205,17 @@ class Store:
         self._free: dict[torch.device, tuple[int, int]] = {}  # in the last block: next offset, end
         self._claimed: dict[torch.device, int] = {}  # bytes that others may take while a step is measured
         self._scratch: dict[torch.device, int] = {}  # bytes of CUDA's own memory
-        self._states: dict[torch.device, list[SiteState]] = {}  # of all places, by Place.number
-        self._tables: dict[torch.device, tuple[int, Any]] = {}  # of so many of them: _native.Totals
+        self._tables: dict[torch.device, Any] = {}  # of what is read of the sites there: _native.Totals
+        self._moved: list[Entry] = []  # those that have left states
+        self._free_again: dict[torch.device, list[Place]] = {}  # those that are zero, the smallest first
         self._slots: dict[torch.device, tuple[torch.Tensor, int]] = {}  # memory for them, and how many are used
         self._copies = _native.Copies()
+        self._left = _native.Copies()
         weakref.finalize(self, _give_away, self.blocks).atexit = False
 
     def devices(self) -> set[torch.device]:
         """Where sites are now; where they were, no more."""
-        return {entry.places[-1].device for entry in self.entries}
+        return {entry.place.device for entry in self.entries}
 
     def bytes_on(self, device: torch.device) -> int:
         return 8 * sum(block.numel() for block in self.blocks.get(device, []))
@@ -230,7 +251,21 @@ class Store:
 
     def make_room(self, device: torch.device, channels: int, sites: int, has_bins: bool = True) -> bool:
         """Takes memory for that many more sites of this width. False: they would not stay inside the budget."""
-        needed = sites * self._size(channels, has_bins)
+        return self._make_room(device, [self._size(channels, has_bins)] * sites)
+
+    def make_room_to_move(self, device: torch.device, channels: int, sites: int) -> bool:
+        """The same for sites that have a state, and may have to be folded into their totals."""
+        return self._make_room(device, [self._size(channels, True), self._size(1, True)] * sites)
+
+    def _make_room(self, device: torch.device, sizes: list[int]) -> bool:
+        """sizes: of the states."""
+        needed, rooms = 0, [place.room for place in self._free_again.get(device, ())]
+        for size in sizes:
+            room = next((room for room in rooms if room >= size), None)
+            if room is None:
+                needed += size
+            else:
+                rooms.remove(room)
         offset, end = self._free.get(device, (0, 0))
         if needed <= end - offset:
             return True
@@ -276,35 +311,54 @@ class Store:
         return entry
 
     def place(self, entry: Entry, device: torch.device, channels: int, channel_dim: int) -> None:
-        """Gives a site a state of this width on this device, the one that it had there if it had one.
+        """Gives a site a state of this width on this device. MemoryError where it would not stay inside the budget."""
+        entry.place = self._take_place(entry, device, channels)
+        entry.state = self._state(entry, entry.place, channel_dim)
 
-        What it leaves behind stays and is read, too. MemoryError where it would not stay inside the budget.
+    def move(self, entry: Entry, device: torch.device, channels: int, channel_dim: int, is_empty: bool) -> None:
+        """The same for a site that has a state.
+
+        is_empty: nothing of the open step is in that, and nothing can come. Else what is in it, or will come, counts
+        in the steps in which it comes: these have totals alone, where the width is another one.
         """
-        earlier = entry.place_at(device, channels)
-        if earlier is not None:
-            entry.places = [place for place in entry.places if place is not earlier] + [earlier]
-            entry.state = self._states[device][earlier.number]._replace(channel_dim=channel_dim)
-            return
+        before, moments = entry.place, weakref.ref(entry.state.moments)
+        self.place(entry, device, channels, channel_dim)
+        if not is_empty and 1 != channels != before.channels and entry.folded is None:
+            place = self._take_place(entry, device, 1)
+            entry.folded = place, self._state(entry, place, 0)
+        self._tables.pop(before.device, None)
+        if is_empty:
+            return self._give_back(before)
+        entry.left.append(Left(before, moments))
+        if entry not in self._moved:
+            self._moved.append(entry)
+
+    def _take_place(self, entry: Entry, device: torch.device, channels: int) -> Place:
+        size, bins = self._size(channels, entry.has_bins), self._bins(channels, entry.has_bins)
+        self._tables.pop(device, None)
+        free = self._free_again.get(device, [])
+        again = next((place for place in free if place.room >= size), None)
+        if again is not None:
+            free.remove(again)
+            return again._replace(channels=channels, bins=bins)
         if not self.make_room(device, channels, 1, entry.has_bins):
             raise MemoryError(self.no_room(channels, 1, entry.has_bins))
         offset, end = self._free[device]
-        block = len(self.blocks[device]) - 1
-        states = self._states.setdefault(device, [])
-        entry.places.append(Place(device, block, offset, channels, self._bins(channels, entry.has_bins), len(states)))
-        self._free[device] = (offset + self._size(channels, entry.has_bins), end)
-        counters = offset + len(FIELDS) * channels
-        bins = counters + _native.COUNTERS
-        histogram = self.histogram if entry.has_bins else None
+        self._free[device] = (offset + size, end)
+        return Place(device, len(self.blocks[device]) - 1, offset, channels, bins, size)
+
+    def _give_back(self, place: Place) -> None:
+        self._tables.pop(place.device, None)
+        free = self._free_again.setdefault(place.device, [])
+        free.append(place)
+        free.sort(key=lambda each: each.room)
+
+    def _state(self, entry: Entry, place: Place, channel_dim: int) -> SiteState:
         linear = self.histogram if isinstance(self.histogram, LinearBins) else None  # of a batch all sites have these
         with torch.inference_mode(False):
-            memory = self.blocks[device][block]
-            entry.state = SiteState(
-                moments=_native.part(memory, offset, (len(FIELDS), channels), torch.float64),
-                counters=_native.part(memory, counters, (_native.COUNTERS,), torch.int64),
-                histogram=None
-                if histogram is None
-                else _native.part(memory, bins, histogram_shape(histogram, channels), torch.int64),
-                active=self.flags.on(device),
+            return SiteState(
+                *self._parts(self.blocks[place.device][place.block], place.offset, place, entry.has_bins),
+                active=self.flags.on(place.device),
                 enabled=self.flags.enabled,
                 channel_dim=channel_dim,
                 site=entry.index,
@@ -314,7 +368,42 @@ class Store:
                 block=kernel_block(self.histogram),
                 is_sampled=self.may_sample and has_rows(*entry.site),
             )
-        states.append(entry.state)
+
+    def _parts(
+        self, memory: torch.Tensor, offset: int, place: Place, has_bins: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Moments, counters and histogram of a state that begins there."""
+        counters = offset + len(FIELDS) * place.channels
+        shape = histogram_shape(self.histogram, place.channels) if has_bins and self.histogram is not None else None
+        with torch.inference_mode(False):
+            return (
+                _native.part(memory, offset, (len(FIELDS), place.channels), torch.float64),
+                _native.part(memory, counters, (_native.COUNTERS,), torch.int64),
+                None if shape is None else _native.part(memory, counters + _native.COUNTERS, shape, torch.int64),
+            )
+
+    def fold_left(self) -> None:
+        """Brings what has come to states that sites have left to where it is read."""
+        for entry in self._moved:
+            place, state = entry.read
+            others = [left.place for left in entry.left]
+            for each in others if entry.folded is None else [*others, entry.place]:
+                memory = self.blocks[each.device][each.block]
+                (copy,) = self._left.take([_native.part(memory, each.offset, (each.size,), torch.int64)], True)
+                copy = copy.to(place.device)
+                _native.merge(*state[:3], *self._parts(copy, 0, each, entry.has_bins))
+
+    def forget_left(self) -> None:
+        """After all was cleared: what nobody can bring anything to any more is free."""
+        for entry in list(self._moved):
+            for left in [each for each in entry.left if each.moments() is None]:
+                entry.left.remove(left)
+                self._give_back(left.place)
+            if not entry.left:
+                self._moved.remove(entry)
+                if entry.folded is not None:
+                    self._give_back(entry.folded[0])
+                    entry.folded = None
 
     def no_room(self, channels: int, sites: int, has_bins: bool = True) -> str:
         """Why `make_room` said no."""
@@ -330,16 +419,14 @@ class Store:
         return self._copies.take(self.blocks.get(device, []), clear)
 
     def take_totals(self, device: torch.device, clear: bool) -> torch.Tensor | None:
-        """All channels of each place on a device together, in one launch; None where there is no place."""
+        """All channels of each site on a device together, in one launch; None where there is no site."""
         self.clears += clear
-        states = self._states.get(device)
-        if not states:
-            return None
-        known, table = self._tables.get(device, (0, None))
-        if known != len(states):
-            table = _native.Totals([state.moments for state in states], [state.counters for state in states])
-            self._tables[device] = (len(states), table)
-        totals: torch.Tensor = table.take(self.blocks[device] if clear else [])
+        if device not in self._tables:
+            states = [state for place, state in (entry.read for entry in self.entries) if place.device == device]
+            if not states:
+                return None
+            self._tables[device] = _native.Totals([state.moments for state in states], [s.counters for s in states])
+        totals: torch.Tensor = self._tables[device].take(self.blocks[device] if clear else [])
         return totals.view(-1)
 
     def clear_gpus(self) -> None:
@@ -359,3 +446,4 @@ class Store:
             self._copies.give_up_spares()
             for blocks in self.blocks.values():
                 _native.clear(blocks)
+            self.forget_left()

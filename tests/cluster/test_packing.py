@@ -342,7 +342,7 @@ def test_what_is_unpacked_serves_as_a_local_step_does(histogram: str) -> None:
 
 
 def wander(seed: int, bins: Bins | None, rank: int) -> StepFrame:
-    """A rank's sites of all widths on two devices: some in several places, some silent or missing, some narrow."""
+    """A rank's sites of all widths on two devices: some silent or missing, some narrow."""
     alike, draw = np.random.default_rng(seed), np.random.default_rng([seed, rank])
     rows, words = [], [np.zeros(0, np.int64)] * 3
     for number in range(60):
@@ -350,24 +350,21 @@ def wander(seed: int, bins: Bins | None, rank: int) -> StepFrame:
         width, keeps, dim = int(alike.choice([1, 3, 8])), bool(alike.random() < 0.7), int(alike.integers(2))
         if draw.random() < 0.15:
             continue
-        widths = [1, 3, width] if draw.random() < 0.2 else [width]
-        if draw.random() < 0.05:
-            widths.append(int(draw.choice([1, 4])))
-        parts = []
-        for each in widths:
-            block, counts = int(draw.integers(3)), draw.integers(0, 50, histogram_shape(bins, each))
-            calls = int(draw.integers(0, 3)) if each == widths[-1] or draw.random() < 0.2 else 0
-            moments = draw.normal(1e3 * rank, 1, (len(FIELDS), each))
-            for name in ("count", "zeros", "nans", "posinfs", "neginfs", "m2", "abs_sum"):
-                moments[FIELDS.index(name)] = draw.integers(0, 9, each)
-            moments[2] += 1  # or it is the rounding of the means that are merged
-            moments[1:6, moments[0] == 0] = 0
-            state = np.concatenate([moments.view(np.int64).ravel(), [calls, draw.integers(1, 40)], counts.ravel()])
-            parts.append(Part(block, len(words[block]), each, counts.size))
-            words[block] = np.concatenate([words[block], state if calls else np.zeros(len(state), np.int64)])
-        is_kept = keeps and widths[-1] > 1
+        if draw.random() < 0.15:
+            width = int(draw.choice([1, 4]))
+        block, counts = int(draw.integers(3)), draw.integers(0, 50, histogram_shape(bins, width))
+        calls = int(draw.integers(0, 3))
+        moments = draw.normal(1e3 * rank, 1, (len(FIELDS), width))
+        for name in ("count", "zeros", "nans", "posinfs", "neginfs", "m2", "abs_sum"):
+            moments[FIELDS.index(name)] = draw.integers(0, 9, width)
+        moments[2] += 1  # or it is the rounding of the means that are merged
+        moments[1:6, moments[0] == 0] = 0
+        state = np.concatenate([moments.view(np.int64).ravel(), [calls, draw.integers(1, 40)], counts.ravel()])
+        part = Part(block, len(words[block]), width, counts.size)
+        words[block] = np.concatenate([words[block], state if calls else np.zeros(len(state), np.int64)])
+        is_kept = keeps and width > 1
         dim_here = -dim if draw.random() < 0.8 and is_kept else None
-        rows.append(Row(Site(f"layer.{number}", kind), tuple(parts), is_kept, dim_here))
+        rows.append(Row(Site(f"layer.{number}", kind), part, is_kept, dim_here))
     hidden, readings = draw.random(len(rows)) < 0.5, draw.integers(1, 4, len(rows))
     scalars = {"loss": float(draw.normal()), "lr": 0.5}
     layout = layout_of([0, 1, 0], rows, bins)

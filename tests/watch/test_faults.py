@@ -210,9 +210,9 @@ def test_a_width_that_changes_folds_to_one_channel() -> None:
     mon = hookstats.attach(model)
     x = torch.randn(5, 4)
     model(x).sum().backward()
-    model(x).sum().backward()  # it may have been a wrong guess, once
-    with pytest.warns(UserWarning, match="1 output had 3 channels and now has 4"):
+    with pytest.warns(UserWarning, match="1 output had 4 channels and now has 3"):
         model(x).sum().backward()
+    model(x).sum().backward()
     y = model[0](x).detach()
     stats = mon.snapshot()["1", "output"]
     check_total = torch.cat([y.reshape(-1), y[:, :3].reshape(-1) + 1, y.reshape(-1) + 2])

@@ -42,7 +42,7 @@ class Copied(NamedTuple):
 
 
 def copied(seed: int, bins: Bins | None) -> Copied:
-    """Sites of all widths on two devices, some in several places, some silent, parameters measured together."""
+    """Sites of all widths on two devices, some silent, parameters measured together."""
     draw = np.random.default_rng(seed)
     devices = [0, 1, 0]
     ends = [0, 0, 0]
@@ -50,26 +50,21 @@ def copied(seed: int, bins: Bins | None) -> Copied:
     kinds = ["output", "grad_output", "param_grad", "param"]
     for number in range(60):
         kind = kinds[draw.integers(4)]
-        widths = draw.choice([1, 1, 3, 8], size=draw.choice([1, 1, 1, 3])).tolist()
-        if draw.random() < 0.3:
-            widths = [widths[0]] * len(widths)
-        parts = []
-        for width in widths:
-            block = int(draw.integers(3))
-            counts = draw.integers(0, 50, histogram_shape(bins, width))
-            calls = int(draw.integers(0, 3))
-            moments = draw.normal(1e4, 1, (len(FIELDS), width))
-            for name in ("count", "zeros", "nans", "posinfs", "neginfs", "m2", "abs_sum"):
-                moments[FIELDS.index(name)] = draw.integers(0, 9, width)
-            gap = int(draw.integers(0, 3))
-            counters = np.array([calls, draw.integers(1, 40)])
-            state = [np.zeros(gap, np.int64), moments.view(np.int64).ravel(), counters, counts.ravel()]
-            parts.append(Part(block, ends[block] + gap, width, counts.size))
-            words[block] = np.concatenate([words[block], *state])
-            ends[block] = len(words[block])
+        width, block = int(draw.choice([1, 1, 3, 8])), int(draw.integers(3))
+        counts = draw.integers(0, 50, histogram_shape(bins, width))
+        calls = int(draw.integers(0, 3))
+        moments = draw.normal(1e4, 1, (len(FIELDS), width))
+        for name in ("count", "zeros", "nans", "posinfs", "neginfs", "m2", "abs_sum"):
+            moments[FIELDS.index(name)] = draw.integers(0, 9, width)
+        gap = int(draw.integers(0, 3))
+        counters = np.array([calls, draw.integers(1, 40)])
+        state = [np.zeros(gap, np.int64), moments.view(np.int64).ravel(), counters, counts.ravel()]
+        part = Part(block, ends[block] + gap, width, counts.size)
+        words[block] = np.concatenate([words[block], *state])
+        ends[block] = len(words[block])
         dim = None if draw.random() < 0.3 else -1
         keeps, size = bool(draw.random() < 0.7), [None, 1, 2, 4][draw.integers(4)]
-        rows.append(Row(Site(f"layer.{number}", kind), tuple(parts), keeps, dim, size))
+        rows.append(Row(Site(f"layer.{number}", kind), part, keeps, dim, size))
     hidden, readings = draw.random(60) < 0.5, draw.integers(1, 4, 60)
     return Copied(rows, bins, devices, words, hidden.tolist(), readings.tolist())
 
@@ -80,33 +75,17 @@ def one_by_one(d: Copied) -> tuple[dict[Site, tuple[Any, ...]], list[Site]]:
     fired: dict[Site, tuple[int, int]] = {}
     together: dict[tuple[str, int, int], int] = {}
     for row, hidden, reading in zip(d.rows, d.hidden, d.readings, strict=True):
-        found = []
-        for part in row.parts:
-            fields = len(FIELDS) * part.channels
-            end = part.begin + fields + COUNTERS + part.counters
-            memory = d.blocks[part.block][part.begin : end]
-            calls, first = memory[fields : fields + COUNTERS].tolist()
-            moments = memory[:fields].view(np.float64).reshape(len(FIELDS), part.channels)
-            shape = histogram_shape(d.bins, part.channels)
-            counts = memory[fields + COUNTERS :].reshape(shape) if part.counters else None
-            found.append((calls, first, d.devices[part.block], moments, counts))
-        alive = [each for each in found[:-1] if each[0]] + found[-1:]
-        calls = sum(each[0] for each in alive)
+        part, fields = row.part, len(FIELDS) * row.part.channels
+        memory = d.blocks[part.block][part.begin : part.begin + fields + COUNTERS + part.counters]
+        calls, first = memory[fields : fields + COUNTERS].tolist()
         if hidden and not calls:
             continue
-        states, histograms = [each[3] for each in alive], [each[4] for each in alive]
-        if len({state.shape for state in states}) > 1:
-            states = [fold_channels(state)[:, None] for state in states]
-            histograms = [c.sum(0, keepdims=True) if c is not None and c.ndim == 2 else c for c in histograms]
-        state, counts = states[0], histograms[0]
-        if len(states) > 1:
-            columns = range(state.shape[1])
-            state = np.stack([fold_channels(np.stack([s[:, i] for s in states], axis=1)) for i in columns], axis=1)
-            counts = None if counts is None else sum(histograms)
-        keeps = row.keep_channels and state.shape[1] == row.parts[-1].channels
-        shown[row.site] = (calls, state, counts, keeps, row.channel_dim if keeps == row.keep_channels else None)
+        state = memory[:fields].view(np.float64).reshape(len(FIELDS), part.channels)
+        shape = histogram_shape(d.bins, part.channels)
+        counts = memory[fields + COUNTERS :].reshape(shape) if part.counters else None
+        shown[row.site] = (calls, state, counts, row.keep_channels, row.channel_dim)
         if calls:
-            device, first = min((each[2], each[1]) for each in alive if each[0])
+            device = d.devices[part.block]
             if row.site.tensor.startswith("param"):
                 first = together.setdefault((row.site.tensor, device, reading), first)
             fired[row.site] = (device, first)
@@ -121,7 +100,6 @@ def test_all_sites_at_once_are_what_each_is_by_itself(seed: int, bins: str) -> N
     frame = d.frame().visible()
     snapshot = Snapshot(frame)
     assert list(snapshot) == list(shown)
-    assert len({len(row.parts) for row in d.rows}) > 1
     assert snapshot.order == order
     for i, (site, (calls, state, counts, keeps, dim)) in enumerate(shown.items()):
         stats = snapshot[site]
