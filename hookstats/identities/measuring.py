@@ -204,7 +204,7 @@ class JointSums:
             self.left_out.pop(each.number, None)
             fed = [owner for _, _, owner, _ in each.owners] + [each.rounding]
             owners += fed
-            devices = [owner.entries[kind].places[-1].device for owner, kind in fed]
+            devices = [owner.entries[kind].place.device for owner, kind in fed]
             values += [sums[None].to(device) for sums, device in zip(found, devices, strict=True)]
         return owners, values
 
