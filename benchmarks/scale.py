@@ -182,7 +182,7 @@ def host_seconds(sites: int, rounds: int = 20) -> float:
         [Site(str(i), "output") for i in range(sites)],
     )
     of = sites_at(np.array(places), names, [False] * sites, [None] * sites, None, ExponentBins())
-    layout = Layout([0], of, sites_at(np.empty((0, 4), np.int64), (), (), (), None, ExponentBins()))
+    layout = Layout([0], of)
     block: Counts = np.ones((sites, size), np.int64)
     block[:, : len(FIELDS)] = np.ones(len(FIELDS)).view(np.int64)
     taken = []

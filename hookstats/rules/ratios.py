@@ -24,6 +24,7 @@ _TELLS = 8.0  # times what rounding leaves: sums of this size have not cancelled
 _LEAST, _LEAST_OF_RIGHT = 0.02, 1e-5  # of an L1 norm: the same of totals over all channels
 _EQUAL, _CONSTANT, _EXACT = 0.01, 0.005, 1e-4  # ratios: that agree; from step to step; where layers agree to less
 _LITTLE = 0.1  # of what rounding allows
+_SOME, _ADDED, _ALONG, _GROWN = 64, 0.05, 0.8, 2.0  # channels that are compared; squares: left of them; a cosine; more
 _OF_WHOLE = 2  # measured steps in a row, where a factor is a whole number, or 1 over one
 
 Say = Callable[["Broken"], str]
@@ -206,6 +207,7 @@ def judge_ratios(
     # Without a factor it must be more than what rounding may do to this layer once in a while, and to others now.
     is_sudden = (counts > 1) & (usual[sides.layers] < _LITTLE) & (2 * np.count_nonzero(keeps[told]) >= len(told))
     breaks = ~keeps & np.where(is_alike, is_far | (is_all & (counts > 1)), is_sudden)
+    breaks &= ~_are_added(step, memory, key, sides, ~keeps & ~is_alike)
     relative = np.where(is_alike, relative, np.nan)
 
     now, value = np.zeros(n, bool), np.full(n, np.nan)
@@ -246,6 +248,29 @@ def _are_clipped(sides: Sides, deviates: Mask) -> Mask:
     largest = np.maximum.reduceat(sizes, sides.begin)
     least = np.minimum.reduceat(np.where(deviates, sizes, np.inf), sides.begin)
     return (least >= (1 - 1e-3) * largest) & (np.add.reduceat(deviates.astype(np.int64), sides.begin) > 1)
+
+
+def _are_added(step: Step, memory: Memory, key: str, sides: Sides, chosen: Mask) -> Mask:
+    """Find the layers ``[layers]`` whose left side is that of the step before and the right one: nobody zeroes it.
+
+    Where steps between were not measured, it is larger than the right side, in the direction of what it was. Rules of
+    their own name the reason (`growing_gradients`, `unchanged_parameters`).
+    """
+    before: dict[int, Array] = memory.get(f"{key} before", {})
+    follows, now = memory.get(f"{key} at", -2) + 1 == step.number, {}
+    found = np.zeros(len(chosen), bool)
+    for i in np.flatnonzero(chosen).tolist():
+        some = sides.begin[i] + np.unique(np.linspace(0, sides.widths[i] - 1, _SOME).astype(np.int64))
+        left, right = sides.left[some], sides.right[some]
+        earlier = before.get(int(sides.layers[i]))
+        now[int(sides.layers[i])] = left
+        if earlier is None or len(earlier) != len(left):
+            continue
+        size, gained = float(left @ left), left - earlier - right
+        along = float(left @ earlier) > _ALONG * np.sqrt(size * float(earlier @ earlier))
+        found[i] = gained @ gained < _ADDED * size if follows else along and size > _GROWN * float(right @ right)
+    memory[f"{key} before"], memory[f"{key} at"] = now, step.number
+    return found
 
 
 def _tolerance(memory: Memory, key: str, sides: Sides, keeps: Mask, common: float) -> Array:

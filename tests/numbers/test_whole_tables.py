@@ -235,8 +235,8 @@ def test_what_is_no_snapshot_is_refused() -> None:
         d["sites"][0].update(changed)
         return d
 
-    with pytest.raises(ValueError, match="from_dict: expected version 3, got 4"):
-        Snapshot.from_dict(made() | {"version": 4})
+    with pytest.raises(ValueError, match="from_dict: expected version 4, got 5"):
+        Snapshot.from_dict(made() | {"version": 5})
     state, histogram = made()["sites"][0]["state"], made()["sites"][0]["histogram"]
     with pytest.raises(ValueError, match=r"'0' output: expected the fields count, .*; got mean"):
         Snapshot.from_dict(made(state={"mean": [1.0]}))

@@ -205,6 +205,7 @@ def test_the_options_are_logged_and_kept_with_the_run(tmp_path: Path, caplog: py
         "compiled_programs": 2,
         "attention_rows": None,
         "laws": {},
+        "identities": None,
     }
     assert hookstats.load(tmp_path / "run").attempts[0]["settings"]["options"] == kept
     assert f"Options({', '.join(f'{name}={value}' for name, value in kept.items())})" in caplog.text

@@ -31,6 +31,7 @@ def test_a_place_that_is_expected_is_one_of_the_model() -> None:
     for each in ILL:
         setup = each.make()
         names = dict(setup.model.named_modules()) | dict(setup.model.named_parameters())
+        names |= dict(setup.model.named_buffers())
         for place in each.where or ():
             assert place in names, f"{each.name} on {each.kind}: the model has no {place!r}"
 
