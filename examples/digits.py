@@ -205,7 +205,7 @@ def main() -> None:
         rows = last.table().splitlines()
         print(f"step {last.step}, loss {last.scalars['loss']:.4f}, the first ten rows of the table:")
         print("\n".join(rows[:12]))
-        print(f"... and {len(rows) - 12} more: outputs, their gradients, parameters, their gradients and updates")
+        print(f"... and {len(last) - 10} more: outputs, their gradients, parameters, their gradients and updates")
         seconds = seconds_per_step(trainer, monitor)
         bare = seconds["bare"]
         print(f"\na step of this small model takes {1e3 * bare:.2f} ms on {os.cpu_count()} processors;")
