@@ -1,1 +1,1 @@
-"""What a number means: statistics, bins, histograms, snapshots. numpy alone; knows nothing of torch."""
+"""Meaning of numbers: statistics, bins, histograms, snapshots. numpy alone; knows nothing of torch."""

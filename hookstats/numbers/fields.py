@@ -20,7 +20,7 @@ Counts: TypeAlias = NDArray[np.int64]
 
 
 class Site(NamedTuple):
-    """One tensor of one module, or a parameter."""
+    """A tensor of a module, or a parameter."""
 
     name: str  # the module's or parameter's clean path, "" for the model itself
     tensor: str  # "output", "grad_output", "input", ..., see attach; "output.0" or "output.logits" inside a container
@@ -232,7 +232,7 @@ class Stats(Generic[_T]):
         self._state = State(moments)
 
     def entries(self, chosen: Counts) -> Stats[_T]:
-        """Those of the entries at these places."""
+        """Return the statistics of the entries at these places."""
         return Stats(np.stack([row[chosen] for row in vars(self._state).values()]))
 
     if not TYPE_CHECKING:  # or every name would be in order
@@ -334,7 +334,7 @@ def bins_to_json(bins: Bins) -> dict[str, Any]:
 
 
 def bins_from_json(d: Mapping[str, Any]) -> Bins:
-    """What `bins_to_json` gave. KeyError, TypeError or ValueError for anything else."""
+    """Read what `bins_to_json` gave. KeyError, TypeError or ValueError for anything else."""
     linear, per_channel = d["linear"], bool(d["per_channel"])
     if linear is not None:
         return LinearBins(**linear, per_channel=per_channel)

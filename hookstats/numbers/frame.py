@@ -127,7 +127,7 @@ class Sites(Sequence[Site]):
 
     @cached_property
     def sizes(self) -> list[int]:
-        """How much of each block holds sites."""
+        """Return how much of each block holds sites."""
         ends = np.zeros(1 + max(self.block.max(initial=-1), self.histogram_block.max(initial=-1)), np.int64)
         np.maximum.at(ends, self.block, self.begin + len(FIELDS) * self.channels)
         np.maximum.at(ends, self.histogram_block, (self.histogram_begin + self.counters) * (self.counters > 0))
@@ -164,7 +164,7 @@ class Sites(Sequence[Site]):
 
     @cached_property
     def of_one_channel(self) -> list[tuple[int, Counts, Counts]]:
-        """Of each block with sites of one channel: its number, these sites, and where their states lie."""
+        """Return for each block with sites of one channel its number, these sites, and where their states lie."""
         single = self.channels == 1
         blocks = np.unique(self.block[single]).tolist()
         chosen = [(number, np.flatnonzero(single & (self.block == number))) for number in blocks]
@@ -175,7 +175,7 @@ class Sites(Sequence[Site]):
         return np.flatnonzero(self.channels > 1)
 
     def to_json(self) -> dict[str, Any]:
-        """For json.dumps."""
+        """Return it in JSON's types."""
         return {
             "names": [list(site) for site in self.names],
             "keeps": self.keeps.tolist(),
@@ -187,7 +187,7 @@ class Sites(Sequence[Site]):
 
     @classmethod
     def from_json(cls, d: Mapping[str, Any]) -> Sites:
-        """What `to_json` gave. ValueError, KeyError or TypeError for anything else."""
+        """Read what `to_json` gave. ValueError, KeyError or TypeError for anything else."""
         bins = None if d["bins"] is None else bins_from_json(d["bins"])
         names = [Site(*each) for each in d["names"]]
         if not all(isinstance(part, str) for site in names for part in site):
@@ -315,14 +315,14 @@ class StepFrame:
         return self.sites.bins
 
     def state(self, i: int) -> Array:
-        """Of the i-th site, as it was measured, ``[fields, channels]``."""
+        """Return the state of the i-th site, as it was measured, ``[fields, channels]``."""
         sites = self.sites
         begin, channels = int(sites.begin[i]), int(sites.channels[i])
         values: Counts = self.memory[sites.block[i]][begin : begin + len(FIELDS) * channels]
         return values.view(np.float64).reshape(len(FIELDS), channels)
 
     def histogram(self, i: int) -> Counts | None:
-        """Of the i-th site, as in the state, of `bins`; None without one."""
+        """Return the histogram of the i-th site, as in the state, of `bins`; None without one."""
         sites, size = self.sites, int(self.sites.counters[i])
         if not size:
             return None
@@ -331,7 +331,7 @@ class StepFrame:
         return counts.reshape(histogram_shape(sites.bins, int(sites.channels[i])))
 
     def stats(self, i: int) -> SiteStats:
-        """Of the i-th site, always the same object."""
+        """Return the statistics of the i-th site, always the same object."""
         if i not in self._stats:
             of = self.sites
             rows = self.rows if has_rows(*of.names[i]) else 1
@@ -354,7 +354,7 @@ class StepFrame:
 
     @cached_property
     def totals(self) -> Stats[Array]:
-        """Of each site, arrays ``[n]``, without the scaler's scale; NaN, or 0 where it is a count, of silent ones."""
+        """Totals of sites, arrays ``[n]``, without the scaler's scale; of silent ones NaN, or 0 for counts."""
         return Stats(unscale(self.wholes, self.scales))
 
     @cached_property
@@ -461,7 +461,7 @@ def wholes_of(states: Sequence[Array]) -> Array:
 
 
 def merge_states(states: Sequence[Array], histograms: Sequence[Counts | None]) -> tuple[Array, Counts | None]:
-    """One site's states as one: channel by channel where all have the same ones, else as totals.
+    """Merge the states of a site: channel by channel where all have the same ones, else as totals.
 
     histograms: of each; None: without. They are added where all have one.
     """

@@ -31,7 +31,7 @@ class Histogram:
 
 
 class BlockExponents:
-    """Of blocks of ``size`` neighbouring values along ``dim`` (`ExponentBins`): how far below their largest values lie.
+    """Blocks of ``size`` neighbours along ``dim`` (`ExponentBins`): how far their largest values are above the others.
 
     Of each tensor, 1,024 blocks that are evenly spread over it are counted, all where it has no more.
 
@@ -60,7 +60,7 @@ class BlockExponents:
 
 
 class Density:
-    """Where the values of histograms lie: inside the bins, too.
+    """Density of the values of histograms, inside the bins, too.
 
     By exponent, the density in a bin is taken as proportional to |x|^s: s from the densities of the bins beside it, at
     an end of the data from the two before. Linear, it is even. No bin reaches beyond the smallest and largest value,

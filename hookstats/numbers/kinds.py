@@ -1,4 +1,4 @@
-"""What a site's tensor is, by its kind: one table that everybody asks.
+"""Kinds of tensors: one table that says what a site's tensor is.
 
 A tensor is a kind ("output"), one of a family ("optimizer.exp_avg"), or what is at a place in a container of a kind
 ("output.0"); behind it may stand which ranks it is of ("output[tp=1]").
@@ -32,7 +32,7 @@ class Kind(NamedTuple):
 
     @property
     def is_replicated(self) -> bool:
-        """Whether data parallel ranks hold the same."""
+        """Return whether data parallel ranks hold the same."""
         return self.of == "parameter" and not self.is_local
 
 
@@ -88,17 +88,17 @@ def kind_of(tensor: str) -> Kind:
 
 
 def is_of_kind(tensor: str, kind: str) -> bool:
-    """Whether a tensor is of a kind, or of one in a family: "output.0" is an "output"."""
+    """Return whether a tensor is of a kind, or of one in a family: "output.0" is an "output"."""
     return tensor == kind or f"{tensor.partition('[')[0]}.".startswith(f"{kind}.")
 
 
 def is_of_module(tensor: str) -> bool:
-    """Whether it is an activation, or its gradient: neither of a parameter nor a buffer."""
+    """Return whether it is an activation, or its gradient: neither of a parameter nor a buffer."""
     return kind_of(tensor).of == "module"
 
 
 def has_rows(name: str, tensor: str) -> bool:
-    """Whether a site has rows of which some may stand for all, such as tokens: it is an activation, or its gradient.
+    """Return whether a site has rows of which some may stand for all, such as tokens: an activation, or its gradient.
 
     The model's input is none: rules compare its batches to the bit.
     """

@@ -45,13 +45,13 @@ def merge(frames: Sequence[StepFrame]) -> StepFrame:
 
 
 def _means(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of each scalar, the mean over the ranks that have it."""
+    """Return the mean of each scalar over the ranks that have it."""
     names = dict.fromkeys(name for scalars in ranks for name in scalars)
     return {name: mean([scalars[name] for scalars in ranks if name in scalars]) for name in names}
 
 
 def mean(values: list[float]) -> float:
-    """Of equal ones, that number."""
+    """Return the mean; of equal numbers, that number."""
     if len(set(values)) == 1:
         return values[0]
     total = math.fsum(values) if all(map(math.isfinite, values)) else float(np.sum(values))
@@ -59,7 +59,7 @@ def mean(values: list[float]) -> float:
 
 
 def _sample_ids(frames: Sequence[StepFrame]) -> dict[int, Counts]:
-    """By step, one rank's after the other's."""
+    """Return the sample ids by step, one rank's after the other's."""
     steps = sorted({step for frame in frames for step in frame.sample_ids})
     none = np.empty(0, np.int64)
     return {step: np.concatenate([each.sample_ids.get(step, none) for each in frames]) for step in steps}

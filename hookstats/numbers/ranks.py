@@ -29,7 +29,7 @@ class StepRanks(NamedTuple):
 
     @classmethod
     def from_text(cls, text: str) -> StepRanks:
-        """What `to_text` gave. ValueError for anything else."""
+        """Read what `to_text` gave. ValueError for anything else."""
         present: list[int] = []
         runs, of, size = text.partition(" of ")
         for run in runs.split(","):
@@ -48,7 +48,7 @@ ALONE = StepRanks()
 
 
 class Spread(NamedTuple):
-    """How far the ranks of a group lie apart in a statistic of a site: the extremes, and which rank has each.
+    """Extremes over the ranks of a group of a statistic of a site, and which rank has each.
 
     They are numbers for one site, arrays ``[sites]`` for all sites of a step. The lowest of several ranks is named that
     have the same extreme; NaN and -1 stand where no rank has a value.
@@ -81,12 +81,12 @@ class Drift(NamedTuple):
 
 
 def drifts_to_json(drifts: Iterable[Drift]) -> list[Any]:
-    """For json.dumps."""
+    """Return drifts in JSON's types."""
     return [[*each.site, list(each.ranks), *each[2:]] for each in drifts]
 
 
 def drifts_from_json(told: Any) -> tuple[Drift, ...]:
-    """What `drifts_to_json` gave. ValueError or TypeError for anything else."""
+    """Read what `drifts_to_json` gave. ValueError or TypeError for anything else."""
     found = []
     for name, tensor, ranks, reference, agree, majority, is_certain in told:
         is_site, numbers = isinstance(name, str) and isinstance(tensor, str), [*ranks, reference, agree]

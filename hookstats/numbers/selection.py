@@ -1,4 +1,4 @@
-"""Which sites are meant: globs over names (``*`` crosses dots, "" is the model), and kinds of tensors. Pure Python."""
+"""Selects sites: by globs over names (``*`` crosses dots, "" is the model), and kinds of tensors. Pure Python."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Globs: TypeAlias = str | Iterable[str]
 
 
 def matches(name: str, globs: Iterable[str]) -> bool:
-    """Whether a name matches one of the globs."""
+    """Return whether a name matches one of the globs."""
     return any(fnmatchcase(name, glob) for glob in globs)
 
 

@@ -33,7 +33,7 @@ _Number = TypeVar("_Number", bound=np.generic)
 
 
 class StandardError(NamedTuple):
-    """How far statistics of the rows that were read lie from those of all rows: one standard deviation.
+    """Standard errors of statistics of the rows that were read, as estimates of those of all rows.
 
     ``mean``, ``rms``: those of the total. ``share``: that of a share of the values, such as ``zeros / count``, at most.
     ``channels``: those of the channels' means, an array; None where channels are not kept.
@@ -94,7 +94,7 @@ class SiteStats:
 
     @cached_property
     def standard_error(self) -> StandardError:
-        """How far the rows read may be off from all rows."""
+        """Standard errors, where some rows alone were read."""
         channels, total = Stats[Array](self._moments), self.total
         left_out = 1 - 1 / self.rows
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -135,7 +135,7 @@ class SiteStats:
 
     @cached_property
     def groups(self) -> Stats[Array] | None:
-        """Of each group of ``group_size`` channels, such as the heads of attention, ``[groups]``; as `grouped`.
+        """Statistics of groups of ``group_size`` channels, such as the heads of attention, ``[groups]``; as `grouped`.
 
         None where nothing says that channels belong together, and where channels are None.
         """
@@ -161,7 +161,7 @@ class SiteStats:
 
     @property
     def max_violation(self) -> float:
-        """Of the tokens that each expert got ("router.load"): MaxVio, the largest over the mean, minus 1.
+        """MaxVio of the tokens that each expert got ("router.load"): the largest over the mean, minus 1.
 
         0 where all get the same, experts - 1 where one gets everything. Wang et al. 2024, arXiv 2408.15664. NaN where
         there are none; ValueError without channels.
@@ -200,7 +200,7 @@ class SiteStats:
 
     @cached_property
     def blocks(self) -> BlockExponents | None:
-        """How far values lie below the largest of their block; None without ``ExponentBins(block=...)``."""
+        """Distances of values below the largest of their block; None without ``ExponentBins(block=...)``."""
         if self._histogram is None or not isinstance(self._bins, ExponentBins) or self._bins.block is None:
             return None
         return BlockExponents(self._bins.block, self._bins.block_dim, self._histogram[EXPONENT_BINS:], self._scale)

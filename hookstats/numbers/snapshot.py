@@ -38,7 +38,7 @@ class ChannelValue(NamedTuple):
 
 
 class Snapshot(Mapping[Site, SiteStats]):
-    """One measured step: ``snapshot["layers.0.mlp", "output"]`` is a SiteStats.
+    """A measured step: ``snapshot["layers.0.mlp", "output"]`` is a SiteStats.
 
     ``step``: its number. ``scalars``: the scalars given to `Monitor.step` with it, as floats. ``earlier_scalars``:
     those given with the steps since the previous measured one, by number, ascending. ``sample_ids``: of these steps and
@@ -127,7 +127,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         return len(self.frame)
 
     def __contains__(self, site: object) -> bool:
-        """Whether it is watched; its numbers are not read for that."""
+        """Return whether a site is watched, without reading its numbers."""
         try:
             return Site(*site) in self.frame.sites.place  # type: ignore[misc]
         except TypeError:
@@ -215,7 +215,7 @@ class Snapshot(Mapping[Site, SiteStats]):
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> Snapshot:
-        """What `to_dict` gave. ValueError where it is of another version, or a state or histogram has another shape."""
+        """Read what `to_dict` gave. ValueError for another version, and for a state or histogram of another shape."""
         if not isinstance(d, Mapping):
             raise TypeError(f"from_dict: expected what to_dict gave, got {d!r}")
         if d.get("version") != _VERSION:
@@ -238,7 +238,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         return cls(frame)
 
     def equals(self, other: Snapshot) -> bool:
-        """Whether everything is the same: order, scalars, what was skipped, and every state and histogram to the bit.
+        """Return whether all is the same: order, scalars, what was skipped, and each state and histogram to the bit.
 
         A NaN equals any NaN. TypeError for what is no Snapshot.
         """
@@ -290,7 +290,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         return "\n".join([*aligned(self._rows(sort), left=2), *self._left_out()])
 
     def _rows(self, sort: str | None) -> list[list[str]]:
-        """Of the table, the head first."""
+        """Return the rows of the table, the head first."""
         shown = ["mean", "std", "rms", "abs_max"]
         if sort is not None:
             _check_statistics("sort", [sort])
@@ -329,7 +329,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         return said + [f"not measured: {site}: {skipped}" for site, skipped in self.skipped.items()]
 
     def _repr_html_(self) -> str:
-        """For notebooks: the table, of 60 sites at most."""
+        """Return the table for notebooks, of 60 sites at most."""
         scalars = "".join(f", {name} {value:.6g}" for name, value in self.scalars.items())
         return html(f"Step {self.step}{scalars}", self._rows(None), 2, self._left_out())
 
@@ -357,7 +357,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         return self._largest("top_channels", self._channels(), statistic, k)
 
     def top_groups(self, statistic: str, k: int) -> list[ChannelValue]:
-        """As `top_channels`, of groups of channels such as heads: ``channel`` is the number of the group."""
+        """Return the top groups of channels, such as heads, as `top_channels`: ``channel`` is the group's number."""
         return self._largest("top_groups", self._groups(), statistic, k)
 
     def _largest(
@@ -387,7 +387,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         return self._fired(self.frame.sites.group_counts, self.frame.groups)
 
     def _fired(self, widths: Counts, stats: Stats[Array]) -> tuple[list[Site], Counts, Stats[Array]]:
-        """Of what lies side by side for all sites, that of the sites that fired, in their order."""
+        """Select the entries of the sites that fired, in their order, from an array over all sites."""
         order = self.frame.order
         fired = order[widths[order] > 0]
         begins, lengths = (np.cumsum(widths) - widths)[fired], widths[fired]

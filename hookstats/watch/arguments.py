@@ -37,7 +37,7 @@ Sink: TypeAlias = Callable[[Snapshot], object] | Recorder
 
 @dataclass(frozen=True)
 class Channels:
-    """What ``attach(channels=...)`` keeps per channel, how often, and along which dimension channels lie.
+    """Argument of ``attach(channels=...)``: what is kept per channel, how often, and along which dimension.
 
     Args:
         which: True: of all modules and parameters. False: of none. Globs over their names: of these.
@@ -131,7 +131,7 @@ class Ranks:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is rarely set, for ``attach(options=...)``.
+    """Settings that are rarely changed, for ``attach(options=...)``.
 
     Args:
         strict: what cannot be measured raises. Otherwise that tensor is left out, with one warning for each site and
@@ -276,7 +276,7 @@ def checked_sinks(sinks: Sink | Iterable[Sink]) -> tuple[Sink, ...]:
 
 
 def _no_sink(sink: Any) -> str | None:
-    """What it is, if it is no sink."""
+    """Describe an object that is no sink; None: it is one."""
     if isinstance(sink, type):
         return f"the class {sink.__name__}: give an instance of it, {sink.__name__}(...)"
     if inspect.isfunction(sink) and sink.__module__.split(".")[0] == "hookstats":

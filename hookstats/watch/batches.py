@@ -20,7 +20,7 @@ _MOST_BATCHED = 8  # times that a site is in a batch, on average: optimizers tha
 
 
 class Parameter:
-    """One watched parameter: where the model keeps it, its sites by tensor kind. It does not keep the model alive."""
+    """A watched parameter: where the model keeps it, and its sites by kind. It does not keep the model alive."""
 
     def __init__(self, number: int, name: str, slot: Slot, keeps_channels: bool, group_size: int | None) -> None:
         self.number = number
@@ -37,7 +37,7 @@ class Parameter:
         self.captured: set[str] = set()  # kinds that a CUDA graph measures, in each replay
 
     def measures(self, kind: str) -> bool:
-        """Whether it has such a site that was not given up."""
+        """Return whether it has a site of this kind that was not given up."""
         return kind in self.entries and not self.entries[kind].given_up
 
     def slot(self) -> Slot | None:
@@ -45,7 +45,7 @@ class Parameter:
         return None if module is None else Slot(module, self.key, self.is_buffer)
 
     def get(self) -> torch.Tensor | None:
-        """What an optimizer steps of it: the tensor itself, or its `main_param`, if it has such an attribute.
+        """Return the tensor that an optimizer steps: the parameter, or its attribute `main_param`, if it has one.
 
         Megatron-LM keeps there the copy in fp32 that its optimizer steps, and whose `grad` it sets. Where ranks share
         the optimizer's work (`main_param_sharded`), it is a flat part of the copy, or None: this rank has none of it.
@@ -75,7 +75,7 @@ class ByIdentity:
         self._strangers: dict[int, weakref.ref[torch.Tensor]] = {}  # by id, too, which a later tensor may have
 
     def among(self, tensors: Iterable[torch.Tensor]) -> list[Parameter]:
-        """Those that these tensors are, in the order of the model."""
+        """Return the parameters that these tensors are, in the order of the model."""
         tensors = list(tensors)
         if self.may_be_outdated or not all(map(self._is_known, tensors)):
             self._look_again()
@@ -84,7 +84,7 @@ class ByIdentity:
         return [found[number] for number in sorted(found)]
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
-        """To be one of ours, still, or a stranger."""
+        """Return whether it is still known to be one of ours, or to be a stranger."""
         keepers = self._keepers.get(id(tensor))
         if keepers:
             return all(each.get() is tensor for each in keepers)
@@ -187,7 +187,7 @@ class Batches:
 
 
 def part_held(binder: SiteBinder, each: Parameter, kind: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """What of a parameter or a gradient this process measures; its site remembers where that lies. None: nothing.
+    """Return the part of a parameter or gradient that this process measures, and note where it lies. None: nothing.
 
     A gradient that is yet to be reduced is left out: norms under sequence parallelism have some until they step.
     """

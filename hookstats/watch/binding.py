@@ -54,11 +54,11 @@ class SiteBinder:
         teach_the_compiler(*_ENTRANCES)
 
     def hooks(self) -> int:
-        """How many there are."""
+        """Return how many hooks there are."""
         return len({id(hook) for hook in list(HOOKS.values()) if hook.binder is self})
 
     def idle_hook(self) -> Hook:
-        """One that does what hooks do in a step that is not measured."""
+        """Return a hook that does what hooks do in a step that is not measured."""
         return Hook(self, SiteSpec("", "", ChannelAxis(None, None), False, (None, None)))
 
     def span_of_a_hook(self) -> contextlib.AbstractContextManager[None]:
@@ -66,7 +66,7 @@ class SiteBinder:
         return self.store.flags.span(calls=1)
 
     def measures_now(self) -> bool:
-        """Whether a forward that runs now is measured."""
+        """Return whether a forward that runs now is measured."""
         return self.store.flags.is_open() and self.store.flags.enabled.counts_now()
 
     def hook(self, spec: SiteSpec, device: torch.device, make: type[_Hook]) -> _Hook:
@@ -141,7 +141,7 @@ class SiteBinder:
             self._rebind(hook, tensor, problem)
 
     def _measure_wrapped(self, hook: Hook, tensor: torch.Tensor) -> None:
-        """By operators: a wrapper knows how to hand its data to one, or waits for them first."""
+        """Measure a wrapper by operators: it knows how to hand its data to one, or waits for them first."""
         part = part_here(tensor)
         if part.numel() == 0:  # but other ranks may have some of it
             return note_sharding(hook.spec, hook.spec.kinds, tensor, self.store.clears)
@@ -242,7 +242,7 @@ class SiteBinder:
         self.skipping.leave_out([entry.site for entry in entries], problem, times, reason)
 
     def give_up(self, entries: Iterable[Entry], problem: Problem) -> None:
-        """What can never be measured."""
+        """Give up sites that can never be measured."""
         entries = list(entries)
         self.skipping.give_up([entry.site for entry in entries], problem)
         self._no_more(entries)

@@ -29,20 +29,20 @@ def clip_grad_norm_(
 
 
 def _is_replicated(gradient: torch.Tensor) -> bool:
-    """Whether ranks that do not measure the same steps would clip replicas by norms that differ in the last bit."""
+    """Return whether ranks that measure different steps would clip replicas by norms that differ in the last bit."""
     dist = torch.distributed
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return several and not is_dtensor(gradient)
 
 
 def _are_alike(gradients: list[torch.Tensor]) -> bool:
-    """Whether they are no DTensors, or all are of one mesh and dtype: else torch does what it does."""
+    """Return whether they are no DTensors, or all of one mesh and dtype; else torch computes the norm."""
     kinds = {(each.device_mesh, each.dtype) if is_dtensor(each) else None for each in gradients}  # type: ignore[attr-defined]
     return len(kinds) == 1
 
 
 def _total_norm(measured: list[tuple[Entry, torch.Tensor]]) -> torch.Tensor:
-    """With the dtype that torch's has. Of DTensors it is one, by the operators by which torch takes that of norms."""
+    """Return the total norm in torch's dtype. Of DTensors it is a DTensor, by the operators that torch uses."""
     gradients = [gradient for _, gradient in measured]
     norms = _norms([entry for entry, _ in measured], gradients[0].device)
     if not is_dtensor(gradients[0]):
@@ -66,7 +66,7 @@ def _total_norm(measured: list[tuple[Entry, torch.Tensor]]) -> torch.Tensor:
 
 
 def _norms(entries: list[Entry], device: torch.device) -> torch.Tensor:
-    """Of what this process has of each, float64 on one device."""
+    """Return the norms of this process's parts, float64 on one device."""
     by_device: dict[torch.device, list[int]] = {}
     for number, entry in enumerate(entries):
         by_device.setdefault(entry.state.moments.device, []).append(number)

@@ -31,7 +31,7 @@ LeftOut: TypeAlias = dict[Site, Skipped]  # in one step
 
 
 class Delivery:
-    """What fails on the way is told once, or kept and raised when everybody has what they are to get."""
+    """Delivery of steps. A failure is said once, or raised when everybody has got the step."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Delivery:
             self._binder.warn_once("close", f"step {step} was measured, but could not be copied: {error!r}")
 
     def keep(self, step: int, scalars: Scalars) -> None:
-        """Of a step that is not measured: they travel with the next one that is, or as soon as they are many."""
+        """Keep scalars of a step that is not measured: they leave with the next measured one, or when they are many."""
         try:
             self._kept.add(step, scalars)
         except Exception as error:  # no memory for the copy, say
@@ -97,7 +97,7 @@ class Delivery:
             self._present([(each, each.take_early, given) for each in self.recorders])
 
     def send_scalars(self) -> None:
-        """Those that are kept, without a measured step: to the recorders alone."""
+        """Send the kept scalars to the recorders, without a measured step."""
         kept, self._kept = self._kept, Kept()
         if not kept.rows:
             return
@@ -109,7 +109,7 @@ class Delivery:
             self._binder.warn_once("scalars", f"scalars of {len(kept.rows)} steps could not be copied: {error!r}")
 
     def send_left(self) -> None:
-        """At the end of the process: scalars that no measured step has brought."""
+        """Send scalars that no measured step has brought, at the end of the process."""
         self.send_scalars()
         self.receive(wait=True)
 
@@ -160,7 +160,7 @@ class Delivery:
         return left
 
     def look(self, step: int, scalars: Scalars) -> Snapshot:
-        """What the open step has so far, which stays where it is. Waits."""
+        """Return the open step's numbers so far, which stay where they are. Waits."""
         now = self._drain.begin(Kept.of(step, scalars), clear=False).finish().visible()
         return Snapshot(replace(now, skipped=self._binder.skipping.of_step()))
 
@@ -189,7 +189,7 @@ class Delivery:
             self._failed("deliver", f"step {frame.step} was measured, but could not be delivered: {error!r}", error)
 
     def _look_for_steps(self, frame: StepFrame, is_parameter: Mask) -> None:
-        """Of all that was measured, where `Monitor.step` was never called."""
+        """Warn where `Monitor.step` was never called."""
         most = frame.calls[is_parameter].max(initial=0)
         if most > 1 and (self.sinks or self.recorders):
             self._binder.warn_once(
@@ -223,7 +223,7 @@ class Delivery:
             self._joined.submit(frame, held)
 
     def _give(self, frame: StepFrame) -> None:
-        """To `Monitor.step`, and to the sinks."""
+        """Give a step to `Monitor.step`, and to the sinks."""
         self.latest = frame
         snapshot = self.last if self.last is not None and self.last.frame is frame else Snapshot(frame)
         self._finished.append(snapshot)
@@ -265,7 +265,7 @@ class Delivery:
             )
 
     def _look_for_evaluation(self, snapshot: Snapshot) -> None:
-        """Of a model that an optimizer steps, and that was trained before: after a validation that nobody ended."""
+        """Warn of a model that is trained in evaluation mode, as after a validation that nobody ended."""
         is_left_out = self._binder.training.is_evaluating() and _learns(snapshot)
         if not is_left_out or any(is_of_module(site.tensor) for site in snapshot.order):
             self._evaluated = 0
@@ -282,7 +282,7 @@ class Delivery:
             )
 
     def _needs_no_gradient(self, site: Site) -> bool:
-        """Whether it is in order that no gradient came: nothing before it is trained, as far as anybody can see."""
+        """Return whether no gradient is expected: nothing before it is trained, as far as that is known."""
         kind = kind_of(site.tensor)
         if not (kind.is_gradient and kind.of == "module"):
             return kind.is_part  # `Monitor.laws` says why
@@ -297,6 +297,6 @@ class Delivery:
 
 
 def _learns(snapshot: Snapshot) -> bool:
-    """Whether an optimizer has changed anything, as far as that is watched."""
+    """Return whether an optimizer has changed anything, as far as that is watched."""
     sites = [site for site in snapshot.order if kind_of(site.tensor).is_update]
     return any(snapshot[site].total.abs_max > 0 for site in sites)

@@ -70,7 +70,7 @@ class PendingScalars:
         return all(event.query() for event in self._events)
 
     def arrays(self) -> dict[Key, Counts]:
-        """What has come; waits if it must. The scalars are complete then.
+        """Return the arrays that have come; waits if it must. The scalars are complete then.
 
         What is small is copied out of pinned memory, whose blocks are few. What is large stays there for as long as
         somebody has it: fresh memory takes seven times as long to write as memory that was used before, and torch keeps
@@ -88,7 +88,7 @@ class PendingScalars:
         return arrays
 
     def given(self) -> Given:
-        """What has come. Waits if it must."""
+        """Return what came with steps that are not measured. Waits if it must."""
         self.arrays()
         return Given(by_step(self._rows), sample_ids_by_step(self._rows))
 
@@ -120,7 +120,7 @@ class Pending(PendingScalars):
         self._time = time.time()
 
     def finish(self) -> StepFrame:
-        """What has come; waits if it must."""
+        """Return the finished step; waits if it must."""
         arrays = self.arrays()
         *earlier, last = self._rows
         of_scaler = last.numbers[len(last.names) :]
@@ -191,7 +191,7 @@ class Drain:
         return pending
 
     def _placed(self, totals_only: bool) -> tuple[Layout, list[Key], list[Entry], Held]:
-        """Where all sites lie: made anew only where something has moved."""
+        """Return where all sites lie, computed anew only if something has moved."""
         entries = self._store.entries
         sign: Sign = [(e.place, e.folded is None, e.keep_channels, e.channel_dim, e.sharding) for e in entries]
         if sign != self._sign:

@@ -1,4 +1,4 @@
-"""What torch.compile traces in the place of the C function that hooks call: an operator that finds its site as it runs.
+"""The operator that torch.compile traces in place of the hooks' C function: it finds its site when it runs.
 
 A slot, a tensor that is an input of the graph, tells the operator which hook it stands for. So nothing is bound while a
 graph is traced, equal modules share their graphs, and a site is made when its first tensor comes, as in eager mode.
@@ -25,7 +25,7 @@ _warn_once = WarnOnce()
 
 
 def is_measured(hook: Any) -> bool:
-    """Whether a graph is to measure what runs now for a hook's monitor. Can be traced.
+    """Return whether a graph is to measure what runs now for a hook's monitor. Can be traced.
 
     It is as soon as any monitor measures, whose forward it may be: which of them do is seen when the graph runs.
     """
@@ -41,7 +41,7 @@ def is_exporting() -> bool:
 
 
 def observe_in_graph(output: object, hook: Any) -> None:
-    """What `_native.observe` does, in operators; also for what is in a container.
+    """Observe in operators as `_native.observe` does; also what is in a container.
 
     hook: a `hookstats.watch.hooks.Hook`.
     """
@@ -104,7 +104,7 @@ def _observe_wrapper(
 
 
 class _Placed(NamedTuple):
-    """Where a DTensor lies."""
+    """The placement of a DTensor."""
 
     device_mesh: Any
     placements: tuple[Any, ...]
@@ -132,7 +132,7 @@ def _name_of(x: Any) -> str:
 
 
 def sharding_noted(note: str, dim: int) -> Sharding | None:
-    """How the tensor lies that an operator was given a part of, its channels in this dimension. TypeError: why not."""
+    """Return how the tensor lies of which an operator got a part, channels in this dimension. TypeError: why not."""
     if note.startswith(_PROBLEM):
         raise TypeError(note.removeprefix(_PROBLEM).removeprefix("TypeError: "))
     return sharding_of(_placed[note], dim) if note else None

@@ -1,4 +1,4 @@
-"""Which rows count: those that `Monitor.ignore` leaves, as kernels and graphs read them."""
+"""The rows that `Monitor.ignore` leaves, as kernels and graphs read them."""
 
 from __future__ import annotations
 

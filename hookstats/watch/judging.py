@@ -41,7 +41,7 @@ class Recorder(Protocol):
     def escalate(self) -> int: ...
 
     def begin(self, settings: dict[str, Any]) -> None:
-        """At attach. May raise."""
+        """Begin to judge, at attach. May raise."""
 
     def take(self, frame: StepFrame) -> None: ...
 
@@ -61,7 +61,7 @@ class Recorder(Protocol):
         """Until all that was taken is judged; TimeoutError."""
 
     def close(self, overhead: Mapping[str, float], error: BaseException | None) -> None:
-        """At detach. overhead: what `Monitor.overhead` says; error: which ended training."""
+        """Close the judge, at detach. overhead: what `Monitor.overhead` says; error: the one that ended training."""
 
 
 @runtime_checkable

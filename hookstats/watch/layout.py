@@ -34,7 +34,7 @@ def sites_at(
 
 
 class Layout:
-    """Where all sites of a monitor lie in copied blocks. It holds for many steps."""
+    """Places of all sites of a monitor in copied blocks, for many steps."""
 
     def __init__(self, devices: Sequence[int], sites: Sites) -> None:
         """devices: of each block, the number of its device."""

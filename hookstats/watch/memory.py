@@ -1,4 +1,4 @@
-"""Where statistics accumulate: blocks of device memory, a view of them per site.
+"""Memory in which statistics accumulate: blocks on devices, and a view per site.
 
 Nothing here runs inside a hook, except where a tensor is seen for the first time: one whose width or device could not
 be known before, one in a container, a tapped one.
@@ -29,7 +29,7 @@ _LATER_BLOCK_BYTES = 1 << 16  # room for sites whose width is learned one by one
 
 
 class SiteState(NamedTuple):
-    """What a hook hands to the extension. csrc/hook.cpp knows these names."""
+    """State that a hook hands to the extension. csrc/hook.cpp knows these names."""
 
     moments: torch.Tensor  # float64 [fields, channels]
     counters: torch.Tensor  # int64 [2]: calls, place in the order of execution
@@ -81,7 +81,7 @@ def local_part(tensor: _Tensor) -> _Tensor:
 
 
 class Place(NamedTuple):
-    """Where a site's state lies, in units of 8 bytes: moments, counters, histogram, one after another."""
+    """Place of a site's state, in units of 8 bytes: moments, counters, histogram, one after another."""
 
     device: torch.device
     block: int
@@ -95,7 +95,7 @@ class Place(NamedTuple):
         return len(FIELDS) * self.channels + _native.COUNTERS + self.bins
 
     def totals(self, number: int) -> Place:
-        """Where the same lies in what `Store.take_totals` returns, as the state of this number on its device."""
+        """Return the place of its totals in what `Store.take_totals` returns, by the state's number on its device."""
         offset = number * (len(FIELDS) + _native.COUNTERS)
         return self._replace(block=TOTALS, offset=offset, channels=1, bins=0)
 
@@ -108,7 +108,7 @@ class Left(NamedTuple):
 
 
 class Entry:
-    """One site: where its state is, and what the hooks are given.
+    """A site: where its state is, and what the hooks are given.
 
     A site may move, to another width or device. As long as something may come to the states that it has left, these are
     folded into the present one when a step ends; where their widths differ, all are folded into its totals.
@@ -136,22 +136,22 @@ class Entry:
 
     @property
     def read(self) -> tuple[Place, SiteState]:
-        """What leaves the device with a step."""
+        """The state that leaves the device with a step."""
         return self.folded or (self.place, self.state)
 
     @property
     def keeps_now(self) -> bool:
-        """Whether channels are kept in the open step."""
+        """Return whether channels are kept in the open step."""
         return self.keep_channels and self.folded is None
 
     @property
     def held(self) -> LocalShard:
-        """What this process holds of it."""
+        """The part of it that this process holds."""
         return LocalShard(self.place.channels if self.keeps_now else None, self.sharding)
 
     @property
     def hidden_if_silent(self) -> bool:
-        """Whether a step in which nothing of it was measured says nothing of it.
+        """Return whether a step without any of its tensors leaves it out.
 
         So of samples, which have no bins: they are taken when a step ends, and an open one has none.
         """
@@ -177,7 +177,7 @@ def _zeros(size: int, device: torch.device) -> torch.Tensor:
 
 
 def _give_away(blocks: dict[torch.device, list[torch.Tensor]]) -> None:
-    """Of a store that is no more: launches on other streams may still write into them."""
+    """Give away the blocks of a store that is no more: launches on other streams may still write into them."""
     for each in blocks.values():
         with suppress(RuntimeError):  # of a device that has failed, which garbage cannot tell anybody
             _native.untraced(_native.give_away, each)
@@ -214,7 +214,7 @@ class Store:
         weakref.finalize(self, _give_away, self.blocks).atexit = False
 
     def devices(self) -> set[torch.device]:
-        """Where sites are now; where they were, no more."""
+        """Return the devices on which sites are now."""
         return {entry.place.device for entry in self.entries}
 
     def bytes_on(self, device: torch.device) -> int:
@@ -234,7 +234,7 @@ class Store:
         return len(FIELDS) * channels + _native.COUNTERS + self._bins(channels, has_bins)
 
     def budget_on(self, device: torch.device) -> int:
-        """What scratch on this device leaves of the budget, in bytes. The first time, the scratch is made."""
+        """Return how many bytes of the budget scratch on this device leaves. The first call makes the scratch."""
         if device.type == "cuda" and device not in self._scratch:
             self._scratch[device] = _native.reserve_scratch(device)
         return self.memory_budget - self._scratch.get(device, 0)
@@ -394,7 +394,7 @@ class Store:
                 _native.merge(*state[:3], *self._parts(copy, 0, each, entry.has_bins))
 
     def forget_left(self) -> None:
-        """After all was cleared: what nobody can bring anything to any more is free."""
+        """Free the left states that nothing can come to any more, after all was cleared."""
         for entry in list(self._moved):
             for left in [each for each in entry.left if each.moments() is None]:
                 entry.left.remove(left)
@@ -430,7 +430,7 @@ class Store:
         return totals.view(-1)
 
     def clear_gpus(self) -> None:
-        """Before a step that is measured behind one that was not.
+        """Clear the state on GPUs, before a measured step that follows one that was not.
 
         A kernel on another stream may have met the flag while it changed: its moments are dropped then, but what some
         of its blocks have counted is not.

@@ -258,7 +258,7 @@ class Monitor:
         return self.findings
 
     def recorded(self, timeout: float = 30.0) -> Path:
-        """Where the run is recorded, as `hookstats.load` takes it, when all closed steps stand there: within 3 seconds.
+        """Return where the run is recorded, for `hookstats.load`, when all closed steps are there, within 3 seconds.
 
         Waits for device and ranks. `hookstats.report.show` asks for it, where it is given a monitor.
 
@@ -271,7 +271,7 @@ class Monitor:
         return self._judging.written(end - time.monotonic())
 
     def laws(self) -> Laws:
-        """Which laws the latest step that has arrived was held against, where, and why others were not.
+        """Return which laws the latest step that has arrived was held against, where, and why others were not.
 
             print(monitor.laws())
 

@@ -94,7 +94,7 @@ class OptimizerLaw:
                 self._read.append((type(optimizer), self._sampled(members, dict(group))))
 
     def _sampled(self, members: list[tuple[Parameter, dict[str, torch.Tensor], Any]], group: dict[str, Any]) -> _Read:
-        """By one launch for gradients and states together."""
+        """Sample gradients and states together, by one launch."""
         _, tensors, step = members[0]
         first = tensors["gradient"]
         sizes = [min(each["gradient"].numel(), SIZE) for _, each, _ in members]

@@ -52,12 +52,12 @@ class _Stepping(threading.local):
         self.sampled: list[Parameter] = []  # before it steps
 
     def begins(self, optimizer: Optimizer) -> bool:
-        """Whether it is an outer one."""
+        """Note that a step begins; return whether it is an outer one."""
         self.optimizers.append(id(optimizer))
         return len(self.optimizers) == 1
 
     def ends(self, optimizer: Optimizer) -> bool:
-        """Whether an outer one ends that began while something was measured."""
+        """Note that a step ends; return whether an outer one ends that began while something was measured."""
         if not self.optimizers or self.optimizers[-1] != id(optimizer):
             return False
         self.optimizers.pop()
@@ -101,13 +101,13 @@ class Parameters:
 
     @property
     def left_out_of_laws(self) -> Mapping[str, Mapping[str, int]]:
-        """How many parameters the law of optimizers leaves out, by the reason, and how many identities."""
+        """Return how many parameters the law of optimizers leaves out, by the reason, and how many identities."""
         of_optimizers = {} if self._law is None else self._law.left_out
         return {"optimizer": of_optimizers, "identity": {} if self.identities is None else self.identities.reasons}
 
     @property
     def scalars(self) -> dict[str, Any]:
-        """What the optimizers that have stepped say of their groups, where the law of optimizers is measured."""
+        """Return the settings of groups of optimizers that have stepped, where the law of optimizers is measured."""
         return {} if self._law is None else self._law.scalars
 
     def add(self, name: str, slot: Slot, keep_channels: bool, group_size: int | None) -> None:
@@ -144,7 +144,7 @@ class Parameters:
             self._buffers.append(parameter)
 
     def _may_copy(self, each: Parameter, local: torch.Tensor) -> bool:
-        """Whether a copy stays inside the budget, once and for all copies of this size; else the update is skipped."""
+        """Return whether a copy stays inside the budget, once and for all of this size; else the update is skipped."""
         if local.nbytes <= each.copy_bytes:
             return True
         if self._store.claim(local.device, local.nbytes - each.copy_bytes):
@@ -158,7 +158,7 @@ class Parameters:
         return False
 
     def before_optimizer_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """For every optimizer of the process: measures those of its parameters that are watched.
+        """Measure the watched parameters of an optimizer; called for every one of the process.
 
         Returns None, or other (args, kwargs) for its step.
         """
@@ -237,13 +237,13 @@ class Parameters:
         return self._parameters.among(parameter for group in optimizer.param_groups for parameter in group["params"])
 
     def _read_with(self, optimizer: Optimizer) -> list[Parameter]:
-        """What is read when it steps: its parameters that are watched, and buffers that were not read in this step."""
+        """Return what is read when it steps: its watched parameters, and buffers that were not read in this step."""
         stepping = self._among(optimizer)
         waiting = [each for each in self._buffers if not each.measured]
         return stepping + waiting if waiting and (stepping or self._is_of_model(optimizer)) else stepping
 
     def _is_of_model(self, optimizer: Optimizer) -> bool:
-        """Whether it steps a parameter of the model, a watched one or not."""
+        """Return whether it steps a parameter of the model, a watched one or not."""
         model = self._model()
         stepping = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return model is not None and any(
@@ -290,7 +290,7 @@ class Parameters:
             self._measure_unscaled(scaled, grad_scale)
 
     def _measure_unscaled(self, scaled: dict[Owner, torch.Tensor], scale: torch.Tensor) -> None:
-        """What a fused optimizer unscales itself: a few gradients at a time, so that there is no second set of all."""
+        """Measure gradients that a fused optimizer unscales itself, a few at a time: no second set of all exists."""
         waiting = list(scaled)
         while waiting:
             size, count = 0, 0
@@ -324,7 +324,7 @@ class Parameters:
         return None if is_twice or len(known) < len(pairs) else known
 
     def _measure_gradients(self) -> dict[Parameter, torch.Tensor]:
-        """What was measured now, and holds what nothing else does."""
+        """Measure gradients, and return those that were measured now and hold memory that nothing else does."""
         owners = [(each, "param_grad") for each in self._parameters.all if each.measures("param_grad")]
 
         def gradient(each: Parameter, kind: str) -> torch.Tensor | None:
@@ -345,7 +345,7 @@ class Parameters:
     def _read(
         self, owners: list[Owner], read: Callable[[Parameter, str], torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """What is found of each; one that cannot be read is left out, the others are not."""
+        """Read each; one that cannot be read is left out, the others are not."""
         found: list[torch.Tensor | None] = []
         for each, kind in owners:
             tensor = None
@@ -397,14 +397,14 @@ class Parameters:
         }
 
     def _sample(self, stepping: list[Parameter]) -> list[Parameter]:
-        """What is to be compared when they have stepped."""
+        """Sample what is compared when they have stepped."""
         if self._between is not None:
             self._measure_changes(self._between.found(stepping), by_optimizer=True, kind=OUTSIDE)
         chosen = [each for each in stepping if any(each.measures(kind) for kind in SAMPLES)]
         return list(self._samples.take(chosen, changes=False))
 
     def _sample_the_others(self) -> None:
-        """Of those that no optimizer has stepped: by how much they have changed since they were sampled last."""
+        """Sample parameters that no optimizer has stepped: by how much they have changed since the last sample."""
         others = [
             each
             for each in self._parameters.all
@@ -459,7 +459,7 @@ class Parameters:
             return self._carefully(measure, *args)
 
     def _carefully(self, measure: Callable[..., Any], *args: Any) -> Any:
-        """One thread after the other. What fails as a whole is left out of this step, not of the next."""
+        """Run one thread after the other. What fails as a whole is left out of this step, not of the next."""
         if not self._parameters.all:
             return None
         try:
@@ -473,7 +473,7 @@ class Parameters:
             return None
 
     def close_step(self) -> None:
-        """What was not measured before is; then the next step begins."""
+        """Measure what was not measured before; then the next step begins."""
         if self._has_samples and self._store.flags.value:
             self._carefully(self._sample_the_others)
         self.measure()

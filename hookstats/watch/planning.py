@@ -1,4 +1,4 @@
-"""What attach is going to measure: the chosen modules and parameters, their sites, and the memory that these take."""
+"""Plan of what attach will measure: the chosen modules and parameters, their sites, and the memory that these take."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hookstats.watch.parameters import kinds_of
 
 
 class TooMuch(NamedTuple):
-    """What keeps totals only, and the bytes on a device that channels would have taken."""
+    """Too little memory: what keeps totals only, and the bytes on a device that channels would have taken."""
 
     which: str
     size: int
@@ -69,7 +69,7 @@ class Plan:
         )
 
     def _is_measured(self, slot: Slot) -> bool:
-        """Whether a parameter, or a buffer, has sites: of buffers, samples are taken of some alone."""
+        """Return whether a parameter, or a buffer, has sites: of buffers, samples are taken of some alone."""
         tensor = slot.get()
         return not slot.is_buffer or (tensor is not None and bool(kinds_of(slot, tensor, self.of_parameters)))
 
@@ -85,7 +85,7 @@ class Plan:
         return {name: GroupSizes(size, None) for name, size in given.items()}
 
     def group_size_of(self, parameter: str) -> int | None:
-        """How many of its channels belong together: of a module's weight, as many as of what the module gives."""
+        """Return how many of its channels belong together: of a module's weight, as many as of the module's output."""
         module, _, key = parameter.rpartition(".")
         found = self._groups.get(parameter) or (self._groups.get(module) if key == "weight" else None)
         return (found or NO_GROUPS).outputs

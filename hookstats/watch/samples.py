@@ -35,7 +35,7 @@ class Sample(NamedTuple):
         return self.values.nbytes + self.differences.nbytes
 
     def fits(self, tensor: torch.Tensor) -> bool:
-        """Whether it is of such a tensor."""
+        """Return whether it is of such a tensor."""
         return (self.numel, self.values.dtype, self.values.device) == (tensor.numel(), _dtype(tensor), tensor.device)
 
 
@@ -74,7 +74,7 @@ class Samples:
         return True
 
     def take(self, parameters: list[Parameter], changes: bool) -> dict[Parameter, Sample]:
-        """Those that could be taken. changes: differences from the sample before, of those alone that have one."""
+        """Take samples; return those that could be taken. changes: differences from the samples before, if any."""
         if not parameters:
             return {}
         together = self._together.get(changes)
@@ -98,7 +98,7 @@ class Samples:
         return taken
 
     def _take_together(self, samples: dict[Parameter, Sample], changes: bool) -> bool:
-        """As nearly always: the same parameters as in the last step, which lie where they did. False: one does not."""
+        """Take the usual way: parameters of the last step, which lie where they did. False: one does not."""
         tensors: list[torch.Tensor] = []
         for each, sample in samples.items():
             tensor = each.get()
@@ -132,7 +132,7 @@ class Samples:
         return values_of(each, found)
 
     def _read(self, members: list[tuple[Parameter, torch.Tensor]], changes: bool) -> dict[Parameter, Sample]:
-        """Those that could be read, of parameters on one device."""
+        """Read samples of parameters on one device; return those that could be read."""
         samples = {each: self._samples[each] for each, _ in members}
         try:
             self._sample([tensor for _, tensor in members], list(samples.values()), changes)

@@ -1,4 +1,4 @@
-"""Which rows of activations and of their gradients a measured step reads."""
+"""Chooses which rows of activations and of their gradients a measured step reads."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _MOST = 4096  # steps that are kept; more leave without a measured step
 
 
 class Scalars:
-    """What travels with a step: numbers, and one-element tensors by device. TypeError, ValueError for anything else.
+    """Scalars of a step: numbers, and one-element tensors by device. TypeError, ValueError for anything else.
 
     Those that the user named, and apart from them, under no name that could be the user's, what a GradScaler gives.
     ``sample_ids``: of the samples of the step, or None.
@@ -78,7 +78,7 @@ def _integers(given: Any) -> Counts:
 
 
 class Row(NamedTuple):
-    """What was given with a closed step."""
+    """The scalars and ids of a closed step."""
 
     step: int
     names: list[str]
@@ -112,13 +112,13 @@ class Slots:
         return self._memory[: len(self._places)].view(torch.int64)
 
     def put_back(self, values: list[float]) -> None:
-        """What has come of `filled`."""
+        """Put back the values of `filled` that have come."""
         for (numbers, place), value in zip(self._places, values, strict=True):
             numbers[place] = value
 
 
 class Kept:
-    """What was given with steps, in the order of their closing, until it is sent. Waits for nothing."""
+    """The scalars and ids of steps, in the order of their closing, until they are sent. Waits for nothing."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
@@ -126,7 +126,7 @@ class Kept:
 
     @classmethod
     def of(cls, step: int, scalars: Scalars) -> Kept:
-        """Those of one step alone."""
+        """Return those of one step alone."""
         kept = cls()
         kept.add(step, scalars)
         return kept

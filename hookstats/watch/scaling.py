@@ -42,7 +42,7 @@ class Scaling:
 
     @property
     def scale(self) -> float | torch.Tensor | None:
-        """By which the loss of the open step was multiplied; None: it failed."""
+        """Return the scale by which the loss of the open step was multiplied; None: it failed."""
         return self._scale
 
     def begin_step(self) -> None:
@@ -57,7 +57,7 @@ class Scaling:
             self._scale = self._asked(self._now)
 
     def marks(self) -> tuple[float | torch.Tensor, bool | torch.Tensor] | None:
-        """What travels with the open step: the scale, and whether a step was skipped for an overflow. None: it failed.
+        """Return the open step's marks: the scale, and whether a step was skipped for an overflow. None: it failed.
 
         A scaler of itself lowers its scale only then.
         """

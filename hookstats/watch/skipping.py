@@ -1,4 +1,4 @@
-"""What could not be measured: tensors that are left out, each counted, and sites that are given up."""
+"""Tensors that could not be measured and are left out, each counted, and sites that are given up."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Problem: TypeAlias = str | Exception  # why something could not be measured
 
 
 def said_of(problem: Problem) -> str:
-    """In words."""
+    """Return a reason in words."""
     if isinstance(problem, torch.AcceleratorError):
         return f"the device had failed before, in any kernel of this process: {str(problem).splitlines()[0]}"
     if isinstance(problem, Captured | str):
@@ -41,7 +41,7 @@ def said_of(problem: Problem) -> str:
 
 
 class Skipping:
-    """One tensor that cannot be measured is left out; a site of which this is so again and again is given up."""
+    """Leaves out a tensor that cannot be measured, and gives up a site of which this is so again and again."""
 
     def __init__(self, strict: bool) -> None:
         self._strict = strict
@@ -75,14 +75,14 @@ class Skipping:
             warn(f"not measured: {_listed(new)}: {problem}")
 
     def give_up(self, sites: Iterable[Site], problem: Problem, reason: str | None = None) -> None:
-        """What can never be measured. reason: see `leave_out`."""
+        """Give up sites that can never be measured. reason: see `leave_out`."""
         sites = list(sites)
         self.leave_out(sites, problem, reason=reason)
         with self._lock:
             self._given_up.update(dict.fromkeys(sites, Skipped(said_of(problem), None)))
 
     def tell(self) -> None:
-        """One warning for each reason that sites have in common, at the end of the first step in which it came."""
+        """Warn once for each reason that sites have in common, at the end of the first step in which it came."""
         with self._lock:
             found = [told for reason, told in self._to_tell.items() if reason not in self._told_of_many]
             self._told_of_many.update(self._to_tell)
@@ -92,7 +92,7 @@ class Skipping:
             warn(f"not measured: {listed}: {problem}")
 
     def take(self) -> dict[Site, Skipped]:
-        """What the open step left out, which begins anew."""
+        """Take what the open step left out, which begins anew."""
         with self._lock:
             left_out, self._open = self._open, {}
             _add(self._earlier, left_out)
@@ -118,12 +118,12 @@ class Skipping:
         return hopeless
 
     def of_step(self, left_out: dict[Site, Skipped] | None = None) -> dict[Site, Skipped]:
-        """What a snapshot says of its step; None: of the open one."""
+        """Return what was left out of a step, for its snapshot; None: of the open one."""
         with self._lock:
             return (self._open if left_out is None else left_out) | self._given_up
 
     def so_far(self) -> dict[Site, Skipped]:
-        """What was left out in all steps, the open one too."""
+        """Return what was left out in all steps, the open one too."""
         with self._lock:
             everything = dict(self._earlier)
             _add(everything, self._open)
@@ -131,7 +131,7 @@ class Skipping:
 
 
 def _came(site: Site, fired: list[str]) -> bool:
-    """Whether anything of a site was measured, or of what is in it, where it is a container."""
+    """Return whether anything of a site was measured, or of what is in it, where it is a container."""
     return any(f"{tensor}.".startswith(f"{site.tensor}.") for tensor in fired)
 
 

@@ -1,4 +1,4 @@
-"""What optimizers keep of each parameter, such as Adam's moments: looked for when one has stepped."""
+"""Optimizers' states of parameters, such as Adam's moments: looked for when one has stepped."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class States:
         self._refused: set[Site] = set()
 
     def of(self, each: Parameter, optimizer: Any) -> list[tuple[Owner, torch.Tensor]]:
-        """What an optimizer keeps of a parameter, as far as it can be measured; the sites are there."""
+        """Return an optimizer's states of a parameter that can be measured; the sites are there."""
         tensor = each.get()
         if tensor is None:
             return []

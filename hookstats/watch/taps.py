@@ -25,7 +25,7 @@ class Taps:
         self._hooks: dict[str, Hook] = {}
 
     def tap(self, tensor: torch.Tensor, name: str, channel_dim: int | None) -> torch.Tensor:
-        """As `Monitor.tap`."""
+        """Implement `Monitor.tap`."""
         if torch.compiler.is_compiling():
             hook = self._hooks.get(name)
             if hook is not None:

@@ -18,12 +18,12 @@ def is_a_mere_shape(tensor: torch.Tensor) -> bool:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether it holds its data in other tensors."""
+    """Return whether it holds its data in other tensors."""
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def part_here(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process has of a wrapper's values; of a nested tensor, those of all its items, one behind the other.
+    """Return this process's part of a wrapper's values; of a nested tensor, those of all items, one after the other.
 
     TypeError where that is not a part of them.
     """
@@ -50,13 +50,13 @@ def note_sharding(spec: Any, kinds: Iterable[str | None], tensor: torch.Tensor, 
 
 
 def channel_dim_of_site(spec: Any, ndim: int) -> int:
-    """Of a site's tensors with so many dimensions; that of its type, or any, where none was met."""
+    """Return the channel dimension of a site's tensors with so many dimensions; where none came, that of its type."""
     found: int | None = spec.dims.get(ndim, spec.channels.dim)
     return -1 if found is None else found
 
 
 def note_sharding_of(entry: Entry, sharding: Sharding | None, clears: int) -> None:
-    """As `note_sharding`, of one site whose tensor is known to lie so. None: a plain tensor."""
+    """Note a site's sharding as `note_sharding` does, where it is known how its tensor lies. None: a plain tensor."""
     before, entry.sharded_in = (entry.sharding if entry.sharded_in == clears else sharding), clears
     if (sharding is None) != (before is None) or (sharding and before and sharding[:2] != before[:2]):
         raise TypeError(f"expected a tensor placed as the one before it in this step, {before}, got {sharding}")
