@@ -1,4 +1,4 @@
-"""`hookstats doctor`: what is installed, what is missing, and the command that mends it."""
+"""`hookstats doctor`: what is installed, what is missing, and the command that fixes it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _REBUILD = "--no-build-isolation --force-reinstall --no-deps ."
 
 
 class Line(NamedTuple):
-    """``state``: "ok", "-" (missing, and nothing needs it) or "mend" (measuring does not work, not on the GPU, or not
+    """``state``: "ok", "-" (missing, and nothing needs it) or "fix" (measuring does not work, not on the GPU, or not
     inside compiled graphs).
     """
 
@@ -46,14 +46,14 @@ class Line(NamedTuple):
 
 
 def doctor() -> int:
-    """Prints what was found. 0, or 1 where something is to be mended."""
+    """Prints what was found. 0, or 1 where something is to be fixed."""
     found = lines()
     width = max(len(line.what) for line in found)
     for line in found:
         print(f"{line.state:<4}  {line.what:<{width}}  {line.found}")
         if line.command:
             print(f"{'':<4}  {'':<{width}}  $ {line.command}")
-    return int(any(line.state == "mend" for line in found))
+    return int(any(line.state == "fix" for line in found))
 
 
 def lines() -> list[Line]:
@@ -63,7 +63,7 @@ def lines() -> list[Line]:
     try:
         torch = import_module("torch")
     except Exception as error:  # a torch that is broken is as good as none
-        found.append(Line("mend", "torch", f"cannot be imported: {_first_line(error)}", _install("'torch>=2.11'")))
+        found.append(Line("fix", "torch", f"cannot be imported: {_first_line(error)}", _install("'torch>=2.11'")))
         return [*found, *_extras()]
     found.append(Line("ok", "torch", _about_torch(torch)))
     build = _build()
@@ -101,12 +101,12 @@ def _build() -> Line:
         if stats.total.l2_norm != 5.0:
             raise RuntimeError(f"expected the norm of [3, 4] to be 5, got {stats.total.l2_norm}")
     except Exception as error:
-        return Line("mend", "extension", _first_line(error), _install(_REBUILD))
+        return Line("fix", "extension", _first_line(error), _install(_REBUILD))
     kernels = f"for GPUs {', '.join(built['architectures'])}" if built["architectures"] else "for the CPU alone"
     if built["without_glue"]:
         asked = built["without_glue"].startswith("HOOKSTATS_GLUE")
         slower = f"{built['without_glue']}: it measures without, which is slower; {kernels}"
-        return Line("ok" if asked else "mend", "extension", slower, "" if asked else _install(_REBUILD))
+        return Line("ok" if asked else "fix", "extension", slower, "" if asked else _install(_REBUILD))
     others = [each for each in built["glues"] if not built["torch"].startswith(f"{each}.")]
     beside = f" (there is glue for {', '.join(others)}, too)" if others else ""
     return Line("ok", "extension", f"built for torch {built['torch']}{beside}, {kernels}")
@@ -126,15 +126,15 @@ def _gpu(torch: Any, is_built: bool) -> list[Line]:
             found.append(Line("-", f"GPU {number}", f"{name}, {capability[0]}.{capability[1]}: kernels need 8.0"))
         elif not _runs_on(capability, built["architectures"]):
             asked = f"TORCH_CUDA_ARCH_LIST={capability[0]}.{capability[1]} {_install(_REBUILD)}"
-            found.append(Line("mend", f"GPU {number}", f"{name}: the extension has no kernels for it", asked))
+            found.append(Line("fix", f"GPU {number}", f"{name}: the extension has no kernels for it", asked))
         else:
             found.append(Line("ok", f"GPU {number}", f"{name}, {capability[0]}.{capability[1]}"))
     if nvcc:
         return [*found, Line("ok", "nvcc", nvcc)]
-    needed = any(line.state == "mend" for line in found)
+    needed = any(line.state == "fix" for line in found)
     wanted = f"conda install -c nvidia cuda-toolkit={torch.version.cuda}"
     told = "none on PATH, nor in CUDA_HOME: GPU kernels cannot be built here"
-    return [*found, Line("mend" if needed else "-", "nvcc", told, wanted if needed else "")]
+    return [*found, Line("fix" if needed else "-", "nvcc", told, wanted if needed else "")]
 
 
 def _runs_on(capability: tuple[int, int], architectures: list[str]) -> bool:

@@ -155,7 +155,7 @@ def saturated_channels(
     False-positive guards: outputs are judged if they have a gradient, have stayed within [-1, 1] or [0, 1]
     since the run began, and come near 1; not those with zeros (ReLU, masks), nor those whose channels have equal means
     or add up to 1 (softmax), nor the last output of the model, which is to be sure of its answer. What recovers within
-    a hundred measured steps, as narrow layers do, is no illness.
+    a hundred measured steps, as narrow layers do, is no problem.
     """
     outputs, totals = step.ordered("output"), step.totals
     if not outputs:

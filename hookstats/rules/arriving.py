@@ -124,7 +124,7 @@ def growing_gradients(
 
     False-positive guards: only steps in which the parameters change are judged, and only what changes: so
     accumulation over several calls of `Monitor.step` is in order, and a parameter that no optimizer has is another
-    illness. What is a multiple of this step's gradient was scaled, and not added up.
+    problem. What is a multiple of this step's gradient was scaled, and not added up.
     """
     gradients, outputs = _pairs(step)
     if not gradients.size:

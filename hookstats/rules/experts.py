@@ -74,13 +74,13 @@ def expert_load(
     ``name`` and a number, ``layers.3.mlp.experts.5``, or what is inside them, and their load is the count of values in
     their output. It is summed over the last ``window`` = 10 measured steps. A router is ill if the entropy of the
     loads, divided by the logarithm of the number of experts, is below ``entropy`` = 0.5: of 8 experts, fewer than 3
-    work. torchtitan logs the same, and the largest load over the mean; where it becomes an illness is ours to say.
+    work. torchtitan logs the same, and the largest load over the mean; where it becomes a problem is ours to say.
 
     What else looks like it: experts that are meant for different inputs, of which only some are in the data. What to
     do: add a loss that balances the load, or a bias per expert, or noise to the router's logits; see that its learning
     rate and initial weights are small.
 
-    False-positive guards: an uneven load, or a single idle expert, is no illness; two experts are not judged.
+    False-positive guards: an uneven load, or a single idle expert, is no problem; two experts are not judged.
     Experts that one module computes together (stacked weights) have no outputs of their own, and are seen by their
     router alone.
     """

@@ -187,7 +187,7 @@ def vanishing_gradients(
     saturated layers first, because they let nothing through.
 
     False-positive guards: what all gradients do together, when a model has learned its data by heart, is no
-    illness; a gradient of fewer than ``values`` = 16 numbers may be 0 by chance, and is not compared with its past; a
+    problem; a gradient of fewer than ``values`` = 16 numbers may be 0 by chance, and is not compared with its past; a
     site has a past when it has ``min_history`` = 16 values, and none where half of them are 0 (an expert without
     tokens); a zero gradient behind weights that begin at zero (LoRA, the last norm of a residual block) lasts a step or
     two; and models with fewer than six outputs that have gradients have no depth.

@@ -250,7 +250,7 @@ def gradient_norm_spike(
     What else looks like it: a batch with more tokens or another task. What to do: look at the batch of the step, clip
     gradients, and lower the learning rate where it happens again.
 
-    False-positive guards: a single batch of another kind is no illness, and without clipping they are common
+    False-positive guards: a single batch of another kind is no problem, and without clipping they are common
     in small language models; steps in a row are one jump; judged when there are ``min_history`` = 32 norms; and
     ``factor`` = 5 times the level at least (a setting of ours), because norms that are clipped do not vary at all.
     Norms that are clipped say nothing: see `Monitor.measure_gradients`.

@@ -1,4 +1,4 @@
-"""hookstats doctor, on machines that lack something: what it says, the command that mends it, the exit status."""
+"""hookstats doctor, on machines that lack something: what it says, the command that fixes it, the exit status."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Told = dict[str, tuple[str, str]]
 
 def told_by(printed: str) -> Told:
     """Of each thing its state, and what was found."""
-    lines = re.findall(r"^(ok|-|mend) +(\S+(?: \d+)?)  +(.*)$", printed, re.MULTILINE)
+    lines = re.findall(r"^(ok|-|fix) +(\S+(?: \d+)?)  +(.*)$", printed, re.MULTILINE)
     return {what: (state, found) for state, what, found in lines}
 
 
@@ -101,16 +101,16 @@ def fake_torch(**cuda: Any) -> Any:
     return SimpleNamespace(version=SimpleNamespace(cuda="13.0"), cuda=SimpleNamespace(**devices | cuda))
 
 
-def test_a_gpu_without_kernels_is_mended_by_a_build_and_that_needs_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_kernels_is_fixed_by_a_build_and_that_needs_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
     import hookstats._native as native
 
     built = native.build_info() | {"architectures": []}
     monkeypatch.setattr(native, "build_info", lambda: built)
     monkeypatch.setattr(doctor, "_nvcc", lambda: None)
     gpu, nvcc = doctor._gpu(fake_torch(), True)
-    assert (gpu.state, gpu.what) == ("mend", "GPU 0")
+    assert (gpu.state, gpu.what) == ("fix", "GPU 0")
     assert gpu.command.startswith(f"TORCH_CUDA_ARCH_LIST=9.0 {sys.executable} -m pip install --no-build-isolation")
-    assert (nvcc.state, nvcc.what) == ("mend", "nvcc")
+    assert (nvcc.state, nvcc.what) == ("fix", "nvcc")
     built["architectures"] = ["8.0", "9.0"]
     gpu, nvcc = doctor._gpu(fake_torch(), True)
     assert (gpu.state, nvcc.state) == ("ok", "-")
@@ -170,7 +170,7 @@ print([main([name, {str(tmp_path / "run")!r}]) for name in ("show", "watch", "re
     assert all("pip install 'hookstats[record]'" in line for line in done.stderr.splitlines())
 
 
-def test_a_build_for_another_torch_is_mended_by_a_build(tmp_path: Path) -> None:
+def test_a_build_for_another_torch_is_fixed_by_a_build(tmp_path: Path) -> None:
     folder = copied(tmp_path)
     glue = folder / "hookstats" / "_glue" / "torch2_1"
     glue.mkdir(parents=True)
@@ -179,18 +179,18 @@ def test_a_build_for_another_torch_is_mended_by_a_build(tmp_path: Path) -> None:
         shutil.copy2(ROOT / "hookstats" / name, folder / "hookstats")
     status, told, printed = run(folder)
     assert status == 1
-    assert told["extension"][0] == "mend"
+    assert told["extension"][0] == "fix"
     assert "but for torch 2.1: it measures without, which is slower" in told["extension"][1]
     assert f"$ {sys.executable} -m pip install --no-build-isolation --force-reinstall --no-deps ." in printed
     assert set(doctor.EXTRAS) <= set(told)
 
 
-def test_a_package_that_is_not_built_and_one_without_torch_are_mended(tmp_path: Path) -> None:
+def test_a_package_that_is_not_built_and_one_without_torch_are_fixed(tmp_path: Path) -> None:
     status, told, _ = run(copied(tmp_path / "a"))
-    assert (status, told["extension"][0]) == (1, "mend")
+    assert (status, told["extension"][0]) == (1, "fix")
     assert "hookstats is not built" in told["extension"][1]
     status, told, printed = run(PYTHONPATH=without(tmp_path, "torch"))
-    assert (status, told["torch"][0]) == (1, "mend")
+    assert (status, told["torch"][0]) == (1, "fix")
     assert f"$ {sys.executable} -m pip install 'torch>=2.11'" in printed
     assert "extension" not in told
 
