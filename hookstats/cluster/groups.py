@@ -19,7 +19,7 @@ Wanted: TypeAlias = Mapping[str, tuple[Placement, ...]]  # by glob; one placemen
 
 
 class Axis(NamedTuple):
-    """One dimension of a mesh, through this rank."""
+    """A dimension of a mesh, through this rank."""
 
     name: str
     ranks: tuple[int, ...]  # of the job

@@ -70,7 +70,7 @@ class Joined:
         return arrived
 
     def largest(self, numbers: list[float]) -> list[float]:
-        """Of each number the largest over all ranks, which wait for each other; this rank's own where one is gone."""
+        """Return the largest of each number over all ranks, which wait for each other; its own where one is gone."""
         try:
             found: list[float] = self._exchange().max(np.array(numbers)).tolist()
         except (RuntimeError, TimeoutError) as error:

@@ -126,7 +126,7 @@ class Identities:
 
 
 class _Read(NamedTuple):
-    """What a check needs of a parameter."""
+    """The numbers of a parameter that a check needs."""
 
     moves: bool  # its gradient is not 0
     is_finite: bool
@@ -138,7 +138,7 @@ def _key(term: Term) -> tuple[Any, ...]:
 
 
 class Checked:
-    """What a check has found. True where nothing is broken and something was judged.
+    """Result of a check. True where nothing is broken and something was judged.
 
     Attributes:
         breaks: the identities that are broken, the worst first.

@@ -210,7 +210,7 @@ class JointSums:
 
     @property
     def reasons(self) -> Counter[str]:
-        """How many identities were left out at their latest step, by the reason."""
+        """Count the identities that were left out at their latest step, by the reason."""
         return Counter(self.left_out.values())
 
     def _sums(self, each: _Watched, is_all: bool, grad_scale: torch.Tensor | None) -> list[torch.Tensor]:
@@ -298,7 +298,7 @@ class JointSums:
 
 
 class _Part:
-    """What this process has of a parameter and of its gradient."""
+    """This process's part of a parameter and of its gradient."""
 
     def __init__(self, parameter: torch.Tensor) -> None:
         gradient = parameter.grad

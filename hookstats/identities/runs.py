@@ -16,7 +16,7 @@ from hookstats.tools.undo import ModuleState, RandomState, eager, without_autoca
 
 
 class Call(NamedTuple):
-    """What a module was given in a run, and what it returned; tensors are copies."""
+    """Inputs and output of a module in a run; tensors are copies."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

@@ -1,4 +1,4 @@
-"""What rounding may do to an identity: by the arithmetic of its modules and the sizes of what they were given."""
+"""Bounds of rounding for an identity: by the arithmetic of its modules and the sizes of their inputs."""
 
 from __future__ import annotations
 

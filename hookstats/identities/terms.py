@@ -1,4 +1,4 @@
-"""What an identity is: two sides, each a sum of weight times gradient over some channels. Over torch and numbers."""
+"""Identities: two sides, each a sum of weight times gradient over some channels. Over torch and numbers."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def _boot() -> str:
 
 
 def started_at(pid: int) -> int | None:
-    """When a process started, in ticks since the machine did, which tells it from a later one. None: it is gone."""
+    """Return when a process started, in ticks since the machine did: a later one differs. None: it is gone."""
     try:
         told = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return None if told[0] in "ZX" else int(told[19])  # one that its parent has not asked for runs no more

@@ -206,7 +206,7 @@ class Recording:
             self._stop(f"{error!r}")
 
     def _take_given(self, given: Given) -> None:
-        """It waits for room in the ring where there is none."""
+        """Take what came with steps that are not measured."""
         self._given.add(given, _MOST_GIVEN)
         self._send_given(self._opened(wire.of_given(self._given, 0.0)))
         os.eventfd_write(self._wake, 1)
@@ -381,7 +381,7 @@ class Recording:
             self._ring = None  # its file is gone, and now its room on the disk, too
 
     def _look_after(self, ring: Ring) -> bool:
-        """After the writer. False: recording has stopped."""
+        """Look after the writer. False: recording has stopped."""
         try:
             self._writer.look_after(ring)
         except Exception as error:

@@ -44,7 +44,7 @@ _REMEMBERED = "rules.json"  # what the rules remember
 
 
 class Intake:
-    """One training process's ring, and where what is in it goes."""
+    """A training process's ring, and where what is in it goes."""
 
     def __init__(self, store: Store, folder: Path, attempt: Attempt, judges: Mapping[str, Any] | None = None) -> None:
         """judges: ``rules`` and ``sinks`` as the training process said; None: it is dead, and what stands in a file is
@@ -186,7 +186,7 @@ class Intake:
         self._since = None
 
     def _write_early(self) -> None:
-        """It does not wait any longer for a step that brings it."""
+        """Write early, without waiting any longer for a step that brings it."""
         if any(self._early):
             self._store.add_given(self._early, time.time())
             self._written_early |= self._early.scalars.keys()

@@ -79,7 +79,7 @@ class Finding:
         return Cause(self.rule, self.step, self.site)
 
     def to_json(self) -> dict[str, Any]:
-        """For json.dumps; NaN and infinities as strings, so that every reader of JSON takes them."""
+        """Return it in JSON's types; NaN and infinities as strings, so that every reader of JSON takes them."""
         numbers = {name: _written(getattr(self, name)) for name in ("value", "threshold")}
         because = None if self.because is None else [*self.because[:2], _site_written(self.because.site)]
         sites = [_site_written(site) for site in self.sites]

@@ -127,7 +127,7 @@ class Streak:
 
 
 class Course:
-    """One number from step to step, against its own level: the median of its last ``_NEAR`` = 8 values.
+    """A number from step to step, against its own level: the median of its last ``_NEAR`` = 8 values.
 
     How far it usually goes from there is a matter of the last ``length`` values, each against the level before it. So
     neither a descent nor a new level makes everything seem usual; and medians do not know what single values did. All

@@ -274,7 +274,7 @@ class Step:
 
     @cached_property
     def has_nonfinite(self) -> bool:
-        """Whether any value is not finite."""
+        """Return whether any value is not finite."""
         return bool(np.count_nonzero(self.nonfinite))
 
     @cached_property
@@ -338,7 +338,7 @@ class Step:
 
     @cached_property
     def has_histograms(self) -> bool:
-        """Whether any site of this step has a histogram by exponent of its whole tensor."""
+        """Return whether any site of this step has a histogram by exponent of its whole tensor."""
         frame = self._frame
         by_exponent = isinstance(frame.bins, ExponentBins) and not frame.bins.per_channel
         return by_exponent and bool(frame.sites.counters[frame.order].any())

@@ -1,4 +1,4 @@
-"""One story of the findings of a run: one problem is told once, its cause first, with what follows from it."""
+"""The story of a run's findings: a problem is told once, its cause first, with what follows from it."""
 
 from __future__ import annotations
 

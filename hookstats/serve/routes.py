@@ -70,7 +70,7 @@ class Page:
         return next(reversed(self._made.items()))
 
     def _again(self, last: Contents) -> float:
-        """When it may be made anew. What was asked for of the last version since it was made counts as well."""
+        """Return when it may be made anew. What was asked for of the last version since it was made counts as well."""
         return self._ended + max(_EVERY, _REST * last.seconds)
 
     def _refused(self, name: str, error: Exception) -> Answer:

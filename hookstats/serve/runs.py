@@ -128,7 +128,7 @@ def _mark(folder: Path) -> Mark:
 
 
 def changed(mark: Mark) -> float:
-    """When a run changed last, in seconds since the epoch."""
+    """Return when a run changed last, in seconds since the epoch."""
     return max((time for _, time, _ in mark), default=0) / 1e9
 
 

@@ -72,7 +72,7 @@ class Server(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """To be opened in a browser, with the token."""
+        """The address to open in a browser, with the token."""
         is_any = not self._host or (self._own is not None and self._own.is_unspecified)
         shown = socket.gethostname() if is_any else self._host
         shown = f"[{shown}]" if ":" in shown else shown
@@ -140,7 +140,7 @@ def open_server(host: str, port: int, answers: Callable[[Query], Answer], has_to
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One request for each connection."""
+    """Handler of one request for each connection."""
 
     server: Server
     timeout = HEAD_SECONDS
