@@ -206,7 +206,7 @@ class Recording:
             self._stop(f"{error!r}")
 
     def _take_given(self, given: Given) -> None:
-        """Take what came with steps that are not measured."""
+        """Take what came with steps that are not measured; it waits where the ring has no room."""
         self._given.add(given, _MOST_GIVEN)
         self._send_given(self._opened(wire.of_given(self._given, 0.0)))
         os.eventfd_write(self._wake, 1)
