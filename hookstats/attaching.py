@@ -284,7 +284,7 @@ def _routers(model: nn.Module, exclude: Modules) -> dict[str, Router]:
 def _joined(
     model: nn.Module, process_group: Any, names: list[str], memory_budget: int
 ) -> tuple[StepRanks, Joined | None]:
-    """This rank, and the others of the group. names: of what is watched, of modules and parameters."""
+    """Join this rank with the others of the group. names: of what is watched, of modules and parameters."""
     if process_group is None:
         return StepRanks((torch.distributed.get_rank(),)) if _is_distributed() else ALONE, None
     from hookstats.cluster import joining  # torch.distributed takes its time where nobody uses it

@@ -74,7 +74,7 @@ def _added_to(problems: list[str]) -> Iterator[None]:
 
 
 class _Over(Exception):
-    """Nothing will be merged any more."""
+    """Raised when nothing will be merged any more."""
 
 
 class Merging:

@@ -50,7 +50,7 @@ class Attached:
         return self.__dict__ | {"monitor": None, "_is_attached": False, "_scalars": {}}
 
     def _attach(self, model: Any, scaler: Any) -> None:
-        """Nothing is measured before the first batch. A GradScaler that is not in use says so by itself."""
+        """Attach; nothing is measured before the first batch. A GradScaler that is not in use says so by itself."""
         settings = {"options": Options()} | self._settings
         options = settings["options"]
         if isinstance(options, Options):  # else attach says what it expected

@@ -27,7 +27,7 @@ _log = logging.getLogger("hookstats")
 
 
 class Entering(order.ModuleHook):
-    """On an attention module, for all monitors that watch it: its forward begins."""
+    """Hook on an attention that notes that its forward begins, for all monitors that watch it."""
 
     def __init__(self) -> None:
         self.watchers: tuple[Any, ...] = ()  # `hookstats.language.attention.Attention`

@@ -159,7 +159,7 @@ class Sites(Fed):
 
 
 class _Logits(order.ModuleHook):
-    """On a gate inside of a router, whose output is the router's logits."""
+    """Hook on a gate inside of a router, whose output is the router's logits."""
 
     def __init__(self, watching: WatchedRouter) -> None:
         self.watching = watching

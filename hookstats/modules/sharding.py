@@ -28,7 +28,7 @@ class LocalShard(NamedTuple):
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Without importing torch.distributed.tensor, which takes its time where nobody uses it."""
+    """Return whether it is a DTensor, without importing torch.distributed.tensor, which takes its time."""
     return isinstance(tensor, torch.Tensor) and hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 

@@ -429,7 +429,7 @@ class StepFrame:
         )
 
     def visible(self) -> StepFrame:
-        """Without the sites of which nothing is said."""
+        """Return the frame without the sites of which nothing is said."""
         if self.hidden is None:
             return self
         shown = (self.calls > 0) | ~self.hidden

@@ -35,6 +35,6 @@ def html(caption: str, rows: Sequence[Sequence[str]], left: int, below: Sequence
 
 
 def _cell(text: str) -> str:
-    """Without characters that change how others are shown, such as bidirectional marks."""
+    """Return a cell without characters that change how others are shown, such as bidirectional marks."""
     cut = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
     return escape("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut))

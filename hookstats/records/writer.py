@@ -200,7 +200,7 @@ class Intake:
             write_whole(self._folder / _REMEMBERED, json.dumps(self._judge.state()).encode())
 
     def finish(self, is_torn: bool = False) -> None:
-        """Nothing more comes: the ring is empty and is taken away."""
+        """Finish: nothing more comes, and the empty ring is taken away."""
         self._write_early()
         self.commit()
         for sink in self._sinks:

@@ -245,7 +245,7 @@ def head(findings: Iterable[Finding], loss: tuple[int, float] | None = None) -> 
 
 
 def _first_sentence(text: str) -> str:
-    """Without its point."""
+    """Return the first sentence without its point."""
     return text.partition(". ")[0].rstrip(".")
 
 

@@ -212,7 +212,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(said(status, f"{status.phrase}."), {**allow, "Connection": "close"})
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: what is asked comes from anybody, and a token may stand in it."""
+        """Log nothing: what is asked comes from anybody, and a token may stand in it."""
 
 
 def said(status: HTTPStatus, words: str) -> Answer:

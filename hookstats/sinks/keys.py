@@ -87,7 +87,7 @@ class Keys:
         return {"statistics": list(self._statistics), "sites": self._globs, "histograms": self._histograms}
 
     def values(self, snapshot: Snapshot) -> dict[str, float]:
-        """Without the prefix: "step", "nonfinite", "grad_norm", "scalars/loss", "output/rms/layers.0"."""
+        """Return values without the prefix: "step", "nonfinite", "grad_norm", "scalars/loss", "output/rms/layers.0"."""
         self._choose(snapshot)
         totals = snapshot.totals
         nonfinite = totals.nans + totals.posinfs + totals.neginfs
@@ -115,7 +115,7 @@ class Keys:
         return {PREFIX + key: value for key, value in row.items()}
 
     def histograms(self, snapshot: Snapshot) -> dict[str, Bars]:
-        """Without the prefix: "output/histogram/layers.0". After `values`; nothing where they are not asked for."""
+        """Return histograms without the prefix: "output/histogram/layers.0". After `values`; empty if not asked for."""
         found = {}
         for i, site in enumerate(snapshot.order if self._histograms else ()):
             if site in self._sent and (bars := _bars(snapshot, i)) is not None:

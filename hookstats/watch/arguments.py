@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, fields
 from datetime import timedelta
 from numbers import Real
@@ -317,3 +319,18 @@ def channel_names(
 def check_histogram(histogram: object) -> None:
     if histogram is not None and not isinstance(histogram, (ExponentBins, LinearBins)):
         raise TypeError(f"histogram: expected ExponentBins(...), LinearBins(...) or None, got {histogram!r}")
+
+
+def checked_number(step: Any) -> int:
+    """The number of a step. A tensor is a scalar that was given without its name."""
+    if not isinstance(step, (bool, torch.Tensor)):
+        with suppress(TypeError):
+            return operator.index(step)
+    got = f"a {type(step).__name__}" if isinstance(step, torch.Tensor) else repr(step)
+    raise TypeError(f"step: expected an int, the number of the step, got {got}; scalars go by name: loss=loss")
+
+
+def checked_seconds(where: str, timeout: float) -> float:
+    if not isinstance(timeout, Real):
+        raise TypeError(f"{where}: timeout: expected a number of seconds, got {timeout!r}")
+    return float(timeout)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import torch
+from torch.optim.optimizer import Optimizer
 
 from hookstats import _native
 from hookstats.modules.channels import parameter_channels
@@ -59,6 +61,27 @@ class Parameter:
 
 
 Owner: TypeAlias = tuple[Parameter, str]  # of a site: the parameter, and which of its tensors
+
+
+class Stepping(threading.local):
+    """The optimizers of watched parameters that a thread is in: of one inside another one, the outer counts."""
+
+    def __init__(self) -> None:
+        self.optimizers: list[int] = []  # ids, the innermost last
+        self.copies: dict[Parameter, torch.Tensor] = {}  # of parameters' values, while the outer one steps
+        self.sampled: list[Parameter] = []  # before it steps
+
+    def begins(self, optimizer: Optimizer) -> bool:
+        """Note that a step begins; return whether it is an outer one."""
+        self.optimizers.append(id(optimizer))
+        return len(self.optimizers) == 1
+
+    def ends(self, optimizer: Optimizer) -> bool:
+        """Note that a step ends; return whether an outer one ends that began while something was measured."""
+        if not self.optimizers or self.optimizers[-1] != id(optimizer):
+            return False
+        self.optimizers.pop()
+        return not self.optimizers
 
 
 class ByIdentity:

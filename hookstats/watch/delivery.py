@@ -138,7 +138,7 @@ class Delivery:
         self._give_joined()
 
     def close(self) -> None:
-        """Nothing is sent any more, and all has been received."""
+        """Close: nothing is sent any more, and all has been received."""
         if self._joined is not None:
             self._joined.close()
         self._give_joined()

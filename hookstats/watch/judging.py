@@ -58,7 +58,7 @@ class Recorder(Protocol):
         """Return those that came since the last call, each like `hookstats.results.Finding`; called in every step."""
 
     def wait(self, timeout: float) -> None:
-        """Until all that was taken is judged; TimeoutError."""
+        """Wait until all that was taken is judged; TimeoutError."""
 
     def close(self, overhead: Mapping[str, float], error: BaseException | None) -> None:
         """Close the judge, at detach. overhead: what `Monitor.overhead` says; error: the one that ended training."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from numbers import Real
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,6 +16,7 @@ from hookstats.modules import order
 from hookstats.numbers.fields import Site, Skipped
 from hookstats.numbers.kinds import kind_of
 from hookstats.numbers.snapshot import Snapshot
+from hookstats.watch.arguments import checked_number, checked_seconds
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.budget import Budget
 from hookstats.watch.clipping import clip_grad_norm_
@@ -142,7 +141,7 @@ class Monitor:
                 "step: expected a call outside of torch.cuda.graph, after the replay: it copies and clears the state, "
                 "which would end the capture of a CUDA graph; got a call while one is captured"
             )
-        number = self._step if step is None else _number(step)
+        number = self._step if step is None else checked_number(step)
         if self._stepped and number < self._step:
             self._binder.warn_once(
                 "number",
@@ -248,7 +247,7 @@ class Monitor:
         """
         if not self._is_judged:
             raise ValueError("check: expected a sink that judges, such as sinks=[hookstats.record('runs/a')]; got none")
-        end = time.monotonic() + _seconds("check", timeout)
+        end = time.monotonic() + checked_seconds("check", timeout)
         self._delivery.receive(wait=True)
         self._delivery.wait_for_ranks(timeout)
         self._judging.wait(end - time.monotonic())
@@ -265,7 +264,7 @@ class Monitor:
         Raises:
             TimeoutError: if that takes longer than ``timeout`` seconds. ValueError: if this process records nothing.
         """
-        end = time.monotonic() + _seconds("recorded", timeout)
+        end = time.monotonic() + checked_seconds("recorded", timeout)
         self._delivery.receive(wait=True)
         self._delivery.wait_for_ranks(timeout)
         return self._judging.written(end - time.monotonic())
@@ -496,18 +495,3 @@ class Monitor:
     def __repr__(self) -> str:
         state = f"step {self._step}" if self._handles else "detached"
         return f"Monitor({len(self.sites)} sites, {self.state_bytes / 2**20:.1f} MB, {state})"
-
-
-def _number(step: Any) -> int:
-    """The number of a step. A tensor is a scalar that was given without its name."""
-    if not isinstance(step, (bool, torch.Tensor)):
-        with suppress(TypeError):
-            return operator.index(step)
-    got = f"a {type(step).__name__}" if isinstance(step, torch.Tensor) else repr(step)
-    raise TypeError(f"step: expected an int, the number of the step, got {got}; scalars go by name: loss=loss")
-
-
-def _seconds(where: str, timeout: float) -> float:
-    if not isinstance(timeout, Real):
-        raise TypeError(f"{where}: timeout: expected a number of seconds, got {timeout!r}")
-    return float(timeout)

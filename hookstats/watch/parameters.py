@@ -8,7 +8,6 @@ inside another one, the outer counts.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,7 +22,7 @@ from hookstats.modules.sharding import is_dtensor, sharding_of
 from hookstats.numbers.fields import Site
 from hookstats.numbers.frame import BEFORE_CLIPPING, OCCASIONS, OF_OPTIMIZER
 from hookstats.numbers.kinds import is_of_kind, kind_of
-from hookstats.watch.batches import Batches, ByIdentity, Owner, Parameter, part_held, placing
+from hookstats.watch.batches import Batches, ByIdentity, Owner, Parameter, Stepping, part_held, placing
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.flags import is_capturing
 from hookstats.watch.local_gradients import LOCAL_GRADIENT, LocalGradients
@@ -41,27 +40,6 @@ from hookstats.watch.step_law import BetweenSteps
 BUFFER = "buffer"
 _COUNTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _UNSCALED_BYTES = 64 << 20  # of gradients without their scale, at a time
-
-
-class _Stepping(threading.local):
-    """The optimizers of watched parameters that a thread is in: of one inside another one, the outer counts."""
-
-    def __init__(self) -> None:
-        self.optimizers: list[int] = []  # ids, the innermost last
-        self.copies: dict[Parameter, torch.Tensor] = {}  # of parameters' values, while the outer one steps
-        self.sampled: list[Parameter] = []  # before it steps
-
-    def begins(self, optimizer: Optimizer) -> bool:
-        """Note that a step begins; return whether it is an outer one."""
-        self.optimizers.append(id(optimizer))
-        return len(self.optimizers) == 1
-
-    def ends(self, optimizer: Optimizer) -> bool:
-        """Note that a step ends; return whether an outer one ends that began while something was measured."""
-        if not self.optimizers or self.optimizers[-1] != id(optimizer):
-            return False
-        self.optimizers.pop()
-        return not self.optimizers
 
 
 class Parameters:
@@ -87,7 +65,7 @@ class Parameters:
         self._buffers: list[Parameter] = []
         self._batches = Batches(store, binder)
         self._samples = Samples(store, binder)
-        self._stepping = _Stepping()
+        self._stepping = Stepping()
         self._states = States(store, binder, default) if STATES in kinds else None
         self._between = BetweenSteps() if OUTSIDE in kinds else None
         self._law = OptimizerLaw(store.flags.on) if LAW in kinds else None
@@ -485,7 +463,7 @@ class Parameters:
         self._stepping.optimizers.clear()
 
     def reset(self) -> None:
-        """Nothing was measured in the open step; parameters may have been replaced since, or shared."""
+        """Reset: nothing was measured in the open step; parameters may have been replaced since, or shared."""
         for each in self._parameters.all:
             each.measured.clear()
             each.is_unclipped = False
