@@ -1,9 +1,9 @@
-"""What attach(rows=8) reads, and how far its numbers are off: ``python -m benchmarks.sampled [errors | bytes | cost]``.
+"""``python -m benchmarks.sampled [errors | bytes | cost | compiled]``: what attach(rows=8) reads, costs, and is off by.
 
 errors: 500 tensors of tokens, of five kinds, each read by every 8th row from each of the first eight on, beside float64
 of the whole. bytes: of a step of a model of 1 B parameters, by the counts of what is hooked. cost: four models with the
 default, every step, every step with rows=8, and budget=0.01; a process for each, ten steps of each by turns, in a
-processor's time, which other work on the machine changes least.
+processor's time, which other work on the machine changes least. compiled: the same, each model compiled as a whole.
 """
 
 from __future__ import annotations
@@ -161,13 +161,15 @@ _WAYS: dict[str, dict[str, Any] | None] = {
 }
 
 
-def work(name: str, way: str) -> None:
+def work(name: str, way: str, mode: str) -> None:
     """Times ten steps for each line that comes."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model, loss_of = _MODELS[name]()
     optimizer, given = torch.optim.AdamW(model.parameters(), fused=True), _WAYS[way]
     monitor = None if given is None else hookstats.attach(model, **given)
+    if mode == "compiled":
+        model.compile()
 
     def steps(count: int) -> float:
         begin = time.process_time()
@@ -186,11 +188,11 @@ def work(name: str, way: str) -> None:
         print(steps(10), flush=True)
 
 
-def cost(rounds: int = 8) -> None:
+def cost(mode: str = "eager", rounds: int = 8) -> None:
     print("| |", " | ".join(_WAYS), "|\n|---" + "|---" * len(_WAYS) + "|")
     pipe = subprocess.PIPE
     for name in _MODELS:
-        commands = [[sys.executable, "-m", "benchmarks.sampled", "work", name, way] for way in _WAYS]
+        commands = [[sys.executable, "-m", "benchmarks.sampled", "work", name, way, mode] for way in _WAYS]
         workers = [subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe) for command in commands]
         chosen = [worker.stdout.readline().strip() for worker in workers]  # type: ignore[union-attr]
         times: list[list[float]] = [[] for _ in workers]
@@ -211,9 +213,9 @@ def cost(rounds: int = 8) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     if sys.argv[1:2] == ["work"]:
-        return work(*sys.argv[2:4])
+        return work(*sys.argv[2:5])
     for name in sys.argv[1:] or ["errors", "bytes"]:
-        {"errors": errors, "bytes": bytes_read, "cost": cost}[name]()
+        {"errors": errors, "bytes": bytes_read, "cost": cost, "compiled": lambda: cost("compiled")}[name]()
 
 
 if __name__ == "__main__":
