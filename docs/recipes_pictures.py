@@ -98,9 +98,9 @@ def _kept(axes: Axes, row: int, low: float, high: float, text: str) -> None:
     axes.text(high, height + 0.03, text, color=f"C{row}", ha="right", transform=place)
 
 
-def experts(before: list[hookstats.Snapshot], mended: list[hookstats.Snapshot]) -> None:
+def experts(before: list[hookstats.Snapshot], fixed: list[hookstats.Snapshot]) -> None:
     figure, grid = plt.subplots(1, 2, figsize=(9, 2.8), sharey=True, layout="constrained")
-    for axes, snapshots, title in zip(grid, (before, mended), ("as it was grown", "mended"), strict=True):
+    for axes, snapshots, title in zip(grid, (before, fixed), ("as it was grown", "fixed"), strict=True):
         channels = [snapshot["gate", "router.load"].channels for snapshot in snapshots]
         tokens = np.array([each.mean * each.count for each in channels if each is not None])
         image = axes.pcolormesh(100 * (tokens / tokens.sum(1, keepdims=True)).T, cmap="viridis", vmin=0, vmax=30)
@@ -165,7 +165,7 @@ def main() -> None:
     test_pages.run(FOLDER / "experts.md", known)
     experts(known["snapshots"], known["after"])
     test_pages.run(FOLDER / "frameworks.md", known)
-    frameworks({"as written": known["found"], "its eps mended": known["second"], "both mended": known["last"]})
+    frameworks({"as written": known["found"], "its eps fixed": known["second"], "both fixed": known["last"]})
     test_pages.run(FOLDER / "rank.md", known)
     rank(known)
 
