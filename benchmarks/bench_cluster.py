@@ -41,9 +41,9 @@ def merges(rank: int, world: int, bins: Bins | None) -> dict[str, float]:
     where = sites_of(SITES, 1, bins)
     merging, moved, reduce = Merging(range(world), Tables(1 << 28, False), 600.0), [0], Exchange.reduce
 
-    def counted(self: Any, wanted: Any) -> Any:
-        moved[0] += sum(numbers.nbytes for numbers, _ in wanted)
-        return reduce(self, wanted)
+    def counted(self: Any, arrays: Any, folds: Any) -> Any:
+        moved[0] += sum(each.nbytes for each in arrays)
+        return reduce(self, arrays, folds)
 
     Exchange.reduce = counted  # type: ignore[method-assign]
     times: list[float] = []

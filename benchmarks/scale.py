@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from hookstats.cluster.exchange import levels
+from hookstats.cluster.packing import fold_states
 from hookstats.numbers.fields import EXPONENT_BINS, FIELDS, Counts, ExponentBins, Site
 from hookstats.numbers.frame import COUNTERS
 from hookstats.watch.arguments import Channels
@@ -32,7 +33,7 @@ EVERY = 10  # the default
 LATENCY = 50e-6  # s, of a message between two hosts by TCP
 BANDWIDTH = 1.25e9  # bytes/s, 10 Gbit/s a process: gloo's ring is not RDMA
 BYTES_RECORDED = {"totals": 71, "totals, histograms": 177}  # a site and step (benchmarks/bench_records.py)
-REDUCES = 3  # all-reduces of a step: which one it is; sums and extremes; second moments
+REDUCES = 2  # all-reduces of a step: which one it is, and the step
 
 
 class Shape(NamedTuple):
@@ -150,12 +151,11 @@ class Merge(NamedTuple):
 def seconds_of(groups: Iterable[int], size: int, latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> float:
     """The time of a merge of `size` bytes through groups of these sizes, from below; all members on hosts of their own.
 
-    Up by a ring: as many messages as there are members, twice, of as small a part each (a few kB go to the first member
-    at once, which takes less). Down by a binomial tree.
+    Up to the first member of each group, which has one connection for all. Down by a binomial tree.
     """
     seconds = 0.0
     for members in groups:
-        seconds += REDUCES * 2 * members * (latency + 10e-6) + 2 * size / bandwidth  # 10 us a message: system calls
+        seconds += REDUCES * (latency + members * 10e-6) + members * size / bandwidth  # 10 us a message: system calls
         seconds += math.ceil(math.log2(members)) * (REDUCES * latency + size / bandwidth)
     return seconds
 
@@ -169,7 +169,7 @@ def merge_of(shape: Shape, mesh: Mesh) -> Merge:
         kept, size = "totals, histograms", sites * 8 * (len(FIELDS) + EXPONENT_BINS + 8)
     if size > BUDGET:
         kept, size = "totals", sites * 8 * (len(FIELDS) + 8)
-    plan = levels(range(mesh.ranks), local=8)
+    plan = levels(range(mesh.ranks))
     groups = [max(map(len, level)) for level in plan]
     return Merge(sites, kept, size, len(plan), REDUCES * 2 * len(plan), seconds_of(groups, size))
 
@@ -202,14 +202,20 @@ class Accuracy(NamedTuple):
 
 
 def accuracy_of(ranks: int, elements: int = 16) -> Accuracy:
-    """How exactly ranks merge whose means lie 1,000 deviations apart: sums, then second moments about the mean."""
+    """How exactly ranks merge whose means lie 1,000 deviations apart."""
     draw = np.random.default_rng(ranks)
     count = draw.integers(1, 1 << 20, (ranks, elements)).astype(np.float64)
     mean = 1e3 * draw.normal(size=(ranks, elements))
     m2 = count * draw.chisquare(3, (ranks, elements)) / 3
-    total = np.add.accumulate(count)[-1]
-    merged = np.add.accumulate(count * mean)[-1] / total
-    second = np.add.accumulate(m2 + count * (mean - merged) ** 2)[-1]
+    parts = np.zeros((ranks, len(FIELDS), elements))
+    for name, numbers in (("count", count), ("mean", mean), ("m2", m2)):
+        parts[:, FIELDS.index(name)] = numbers
+    parts[:, FIELDS.index("max")] = 1.0
+    for groups in levels(range(ranks)):
+        parts = np.stack(
+            [fold_states(each) for each in np.split(parts, np.cumsum([len(group) for group in groups])[:-1])]
+        )
+    merged, second = parts[0, FIELDS.index("mean")], parts[0, FIELDS.index("m2")]
     n, means, own = (each.astype(np.longdouble) for each in (count, mean, m2))
     middle = (n * means).sum(0) / n.sum(0)
     spread = (own + n * (means - middle) ** 2).sum(0)
@@ -252,7 +258,7 @@ def tables() -> list[str]:
         "|---|---|---|---|---|---|---|",
     ]
     for ranks in (16, 64, 256, 1024, 4096, 16384):
-        plan = levels(range(ranks), local=8)
+        plan = levels(range(ranks))
         groups = [max(map(len, level)) for level in plan]
         size = 1000 * 8 * (len(FIELDS) + EXPONENT_BINS + 7)
         near, far = (1e3 * seconds_of(groups, size, latency) for latency in (LATENCY, 10 * LATENCY))

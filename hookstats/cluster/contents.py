@@ -29,59 +29,45 @@ class Replica(NamedTuple):
     local: torch.Tensor
 
 
-class Contents(NamedTuple):
-    held: list[Replica]
-    skipped: dict[str, str]  # why not, by name and kind
-
-
-def contents_of(model: nn.Module, optimizers: Sequence[Any], buffers: bool, gradients: bool) -> Contents:
-    """Return all tensors of a model and of the optimizers' state, a shared one under its first name."""
-    contents = Contents([], {})
+def contents_of(
+    model: nn.Module, optimizers: Sequence[Any], buffers: bool, gradients: bool
+) -> tuple[list[Replica], dict[str, str]]:
+    """Return all tensors of a model and of the optimizers' state, and why some are skipped, by name and kind."""
+    held, skipped = list[Replica](), dict[str, str]()
     flat = {id(each) for module in flattened(model) for each in module._parameters.values()}
-    names: dict[int, str] = {}  # of parameters
-    for name, tensor, kind in _of_modules(model, buffers):
-        if kind == "param":
-            names[id(tensor)] = name
-        _add(contents, name, kind, tensor, id(tensor) in flat)
-        if kind == "param" and gradients and tensor.grad is not None:
-            _add(contents, name, "param_grad", tensor.grad, id(tensor) in flat)
+    for name, kind, tensor, is_flat in _tensors_of(model, optimizers, buffers, gradients, flat):
+        piece, local = (_piece(tensor), tensor._local_tensor) if is_dtensor(tensor) else ("", tensor)
+        problem = "a part cut by FullyShardedDataParallel" if is_flat and not piece else _unreadable(tensor, local)
+        if problem:
+            skipped[f"{name} ({kind})"] = problem
+        else:
+            form = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            held.append(Replica(name, kind, form, piece, local.detach()))
+    return held, skipped
+
+
+def _tensors_of(
+    model: nn.Module, optimizers: Sequence[Any], buffers: bool, gradients: bool, flat: set[int]
+) -> Iterator[tuple[str, str, Any, bool]]:
+    """Yield name, kind and tensor, a shared one under its first name, and whether it is flat."""
+    names: dict[int, str] = {}
+    for path, module in clean_names(model).items():
+        for kind, tensors in (("param", module._parameters), ("buffer", module._buffers if buffers else {})):
+            for key, tensor in tensors.items():
+                if tensor is None or id(tensor) in names:
+                    continue
+                name = names[id(tensor)] = f"{path}.{key}".lstrip(".")
+                yield name, kind, tensor, id(tensor) in flat
+                if kind == "param" and gradients and tensor.grad is not None:
+                    yield name, "param_grad", tensor.grad, id(tensor) in flat
     for number, optimizer in enumerate(optimizers):
         prefix = "optimizer" if len(optimizers) == 1 else f"optimizer[{number}]"
-        for name, parameter in _stepped(optimizer, names):
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor):
-                    _add(contents, name, f"{prefix}.{key}", value, id(parameter) in flat)
-    return contents
-
-
-def _of_modules(model: nn.Module, buffers: bool) -> Iterator[tuple[str, torch.Tensor, str]]:
-    found: list[tuple[str, str, torch.Tensor | None]]
-    seen: set[int] = set()
-    for path, module in clean_names(model).items():
-        found = [("param", key, tensor) for key, tensor in module._parameters.items()]
-        found += [("buffer", key, tensor) for key, tensor in module._buffers.items() if buffers]
-        for kind, key, tensor in found:
-            if tensor is not None and id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield f"{path}.{key}".lstrip("."), tensor, kind
-
-
-def _stepped(optimizer: Any, names: dict[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
-    for g, group in enumerate(optimizer.param_groups):
-        for i, parameter in enumerate(group["params"]):
-            yield names.get(id(parameter), f"param_groups.{g}.params.{i}"), parameter
-
-
-def _add(contents: Contents, name: str, kind: str, tensor: torch.Tensor, is_flat: bool) -> None:
-    piece, local = "", tensor
-    if is_dtensor(tensor):
-        piece, local = _piece(tensor), tensor._local_tensor  # type: ignore[attr-defined]
-    problem = "a part cut by FullyShardedDataParallel" if is_flat and not piece else _unreadable(tensor, local)
-    if problem:
-        contents.skipped[f"{name} ({kind})"] = problem
-    else:
-        form = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-        contents.held.append(Replica(name, kind, form, piece, local.detach()))
+        for g, group in enumerate(optimizer.param_groups):
+            for i, parameter in enumerate(group["params"]):
+                name = names.get(id(parameter), f"param_groups.{g}.params.{i}")
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, torch.Tensor):
+                        yield name, f"{prefix}.{key}", value, id(parameter) in flat
 
 
 def _piece(tensor: Any) -> str:
@@ -127,10 +113,9 @@ def checksums(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
     for device in {each.device for each in tensors}:
         here = [i for i, each in enumerate(tensors) if each.device == device]
         at_once = _WORDS if device.type == "cpu" else 64 * _WORDS  # what a cache holds; what makes up for a launch
-        steps = torch.arange(1, at_once + 1, device=device) * _GOLDEN
-        found = steps.new_zeros(len(here))
-        for chunk in _chunks([tensors[i] for i in here], 8 * at_once):
-            _add_sums(chunk, steps, found)
+        found = torch.zeros(len(here), dtype=torch.int64, device=device)
+        for chunk in _chunks([tensors[i] for i in here], at_once):
+            _add_sums(chunk, found)
         sums[here] = found.cpu().numpy()
     return sums
 
@@ -140,48 +125,34 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-class _Part(NamedTuple):
-    number: int  # of the tensor
-    begin: int  # word of it
-    content: torch.Tensor
-
-
-def _chunks(tensors: Sequence[torch.Tensor], at_once: int) -> Iterator[list[_Part]]:
-    """Cut tensors into chunks of so many bytes at most, in order."""
-    chunk: list[_Part] = []
+def _chunks(tensors: Sequence[torch.Tensor], at_once: int) -> Iterator[list[tuple[int, int, torch.Tensor]]]:
+    """Cut tensors into chunks of so many words at most: parts, each with the tensor's number and its first word."""
+    chunk: list[tuple[int, int, torch.Tensor]] = []
     size = 0
     for number, tensor in enumerate(tensors):
-        whole = bytes_of(tensor)
-        parts = [whole] if whole.numel() <= at_once else whole.split(at_once)
-        for n, content in enumerate(parts):
-            if size + content.numel() > at_once:
+        for n, content in enumerate(bytes_of(tensor).split(8 * at_once)):
+            length = -(-content.numel() // 8)
+            if size + length > at_once:
                 yield chunk
                 chunk, size = [], 0
-            if content.numel():
-                chunk.append(_Part(number, n * at_once // 8, content))
-                size += -(-content.numel() // 8) * 8
+            if length:
+                chunk.append((number, n * at_once, content))
+                size += length
     if chunk:
         yield chunk
 
 
-def _add_sums(chunk: list[_Part], steps: torch.Tensor, found: torch.Tensor) -> None:
-    """Add the sums of a chunk to those of its tensors. steps: of words 0, 1, ... of a tensor."""
-    content, zeros = chunk[0].content, steps.new_zeros(8, dtype=torch.uint8)
-    if len(chunk) > 1 or content.numel() % 8 or content.storage_offset() % 8:  # the parts of large tensors stay there
-        content = torch.cat([part for each in chunk for part in (each.content, zeros[: -each.content.numel() % 8])])
-    mixed = content.view(torch.int64) + steps[: content.numel() // 8]
-    if len(chunk) == 1:
-        mixed += _signed(chunk[0].begin * _GOLDEN)
-        found[chunk[0].number] += _mixed(mixed).sum()
-        return
-    lengths = np.array([-(-each.content.numel() // 8) for each in chunk])
-    ends = np.cumsum(lengths)
-    # By how many words each is farther on in its tensor than in the chunk.
-    ahead = np.array([each.begin for each in chunk]) - (ends - lengths)
-    table = np.stack([ahead * _GOLDEN, lengths, ends - 1, [each.number for each in chunk]])
-    added, count, last, number = torch.from_numpy(table).to(found.device)
-    mixed += torch.repeat_interleave(added, count, output_size=mixed.numel())
-    found.index_add_(0, number, _mixed(mixed).cumsum(0)[last].diff(prepend=found.new_zeros(1)))
+def _add_sums(chunk: list[tuple[int, int, torch.Tensor]], found: torch.Tensor) -> None:
+    """Add the sums of a chunk to those of its tensors."""
+    zeros = found.new_zeros(8, dtype=torch.uint8)
+    words = torch.cat([part for *_, each in chunk for part in (each, zeros[: -each.numel() % 8])]).view(torch.int64)
+    numbers = np.array([(number, first, -(-each.numel() // 8)) for number, first, each in chunk]).T
+    number, first, length = torch.from_numpy(numbers).to(found.device)
+    end = length.cumsum(0)
+    place = torch.arange(1, words.numel() + 1, device=found.device)
+    place += torch.repeat_interleave(first - (end - length), length, output_size=words.numel())
+    sums = _mixed(words + place * _GOLDEN).cumsum(0)[end - 1]
+    found.index_add_(0, number, sums.diff(prepend=found.new_zeros(1)))
 
 
 def _mixed(words: torch.Tensor) -> torch.Tensor:

@@ -15,10 +15,7 @@ from hookstats.numbers.kinds import kind_of
 from hookstats.numbers.ranks import Drift
 
 _STEPS = 3  # measured ones in which ranks that hold the same have changed alike
-_MOST = 1 << 20  # hashes of all ranks that are exchanged while these are found out
-_PATIENCE = 50  # measured ones without a change, after which it is no longer waited for one
 _BEFORE = 8  # measured steps in which a rank that is behind is known by what others held
-PAST = (2 + _BEFORE, 2)  # numbers of a site of which somebody differs, from each rank
 _NAMED = 16  # sites of a step of which it is found out who differs
 
 
@@ -43,73 +40,62 @@ def vote(have: Mapping[int, Hashable]) -> Vote | None:
 
 
 class Replicas:
-    """The ranks that hold the same where neither a DTensor nor DistributedDataParallel says so.
+    """What this rank has held in the latest steps, and of which sites all ranks are to hold the same.
 
-    They are found by comparing: ranks whose states were equal in three measured steps, in each of which they had
-    changed, are replicas. All ranks come to the same conclusions.
+    Where neither a DTensor nor DistributedDataParallel says it, plain parameters are taken for replicas that were equal
+    in the first three measured steps in which they changed. All ranks come to the same conclusions.
     """
 
-    def __init__(self, rank: int) -> None:
-        self.learned: dict[Site, tuple[int, ...]] = {}  # this rank's peers, itself among them
-        self._rank = rank
-        self._seen: dict[Site, list[Counts]] = {}  # hashes of all ranks, of steps in which all had changed
-        self._waited: dict[Site, int] = {}  # steps without a change
-        self._settled: set[Site] = set()  # learned, or given up
-        self._before: deque[tuple[Union, Held]] = deque(maxlen=_BEFORE)  # what this rank has held in the steps before
+    def __init__(self) -> None:
+        self._equal: dict[Site, int] = {}  # in how many steps a site of which it is not known has changed alike
+        self._latest: deque[tuple[Union, Held]] = deque(maxlen=1 + _BEFORE)  # the latest first
 
-    def to_learn(self, union: Union) -> list[Site]:
-        """Return the sites whose hashes are to be exchanged, a million at most, then the next ones."""
-        sites = [site for site in union.unknown if site not in self._settled]
-        return sites[: max(1, _MOST // len(union.ranks))]
+    def changed(self, union: Union, held: Held) -> Counts:
+        """``[Union.compared]``: whether this rank holds other values than in the step before.
 
-    def learn(self, union: Union, sites: Sequence[Site], hashes: Counts) -> None:
-        """Take the hashes of a step, ``[ranks, sites]``."""
-        ranks = np.array(union.ranks)
-        for site, now in zip(sites, hashes.T, strict=True):
-            holders, seen = (now < 0) | (now > UNUSED), self._seen.setdefault(site, [])
-            # Zeros that stay: equal, and no replicas for all that is known.
-            if not holders.any() or (seen and (now == seen[-1])[holders].any()):
-                self._waited[site] = self._waited.get(site, 0) + 1
-                if self._waited[site] >= _PATIENCE:
-                    self._settled.add(site)
-                continue
-            seen.append(now)
-            if len(seen) < _STEPS:
-                continue
-            self._settled.add(site)
-            columns = np.stack(self._seen.pop(site))
-            has_all = ((columns < 0) | (columns > UNUSED)).all(0)
-            peers = ranks[has_all & (columns == columns[:, ranks == self._rank]).all(0)]
-            if self._rank in peers and len(peers) > 1:
-                self.learned[site] = tuple(peers.tolist())
+        Of sites of which it is not known yet whether ranks are to hold the same; zeros that stay say nothing.
+        """
+        result = np.zeros(len(union.compared), np.int64)
+        of, before = self._latest[0] if self._latest else (union, held)
+        for site in self._unsettled(union):
+            if site in of.compared:
+                result[union.compared[site]] = held.hashes[union.compared[site]] != before.hashes[of.compared[site]]
+        return result
 
-    def remember(self, union: Union, held: Held) -> None:
-        """Keep what this rank has held in a step."""
-        self._before.appendleft((union, held))
+    def _unsettled(self, union: Union) -> list[Site]:
+        return [site for site in union.holders if 0 <= self._equal.get(site, 0) < _STEPS]
 
-    def history(self, union: Union, sites: Sequence[Site], held: Held) -> Counts:
-        """Return ``[sites, *PAST]`` of sites that differ: with whom this rank is to hold the same, and whether that is
+    def differing(self, union: Union, sums: Counts, held: Held) -> list[Site]:
+        """Return the sites of parameters of which ranks differ. sums: `Packed.compared` of all.
+
+        Only what was measured at the same place of a step, before an optimizer stepped or at its end, can be compared.
+        """
+        self._latest.appendleft((union, held))
+        for site in self._unsettled(union):
+            is_unlike, _, has_changed = sums[:, union.compared[site]] != 0
+            self._equal[site] = -1 if is_unlike else self._equal.get(site, 0) + int(has_changed)
+        sites = [site for site, i in union.compared.items() if sums[0, i] and not sums[1, i]]
+        return [each for each in sites if self._equal.get(each, _STEPS) >= _STEPS and _is_replica(each)][:_NAMED]
+
+    def history(self, sites: Sequence[Site]) -> Counts:
+        """Return ``[sites, 1 + _BEFORE + 1, 2]``: with whom this rank is to hold the same of each, and whether that is
         certain; what it holds, and when it was measured; the same of the steps before, the latest first."""
-        rows = np.zeros((len(sites), *PAST), np.int64)
+        rows = np.zeros((len(sites), 2 + _BEFORE, 2), np.int64)
         for row, site in zip(rows, sites, strict=True):
-            row[0] = min(held.peers.get(site, (-1,))), site not in self.learned
-            for place, (of, each) in enumerate([(union, held), *self._before], start=1):
+            union, held = self._latest[0]
+            row[0] = held.peers[union.compared[site]], site not in union.holders
+            for place, (of, each) in enumerate(self._latest, start=1):
                 if site in of.compared:
                     row[place] = each.hashes[of.compared[site]], each.moments[of.compared[site]]
         return rows
 
 
-def differing(union: Union, sums: Counts) -> list[Site]:
-    """Return the sites of parameters of which peers hold other values. sums: of the first round, ``[2, compared]``.
-
-    Only what was measured at the same place of a step, before an optimizer stepped or at its end, can be compared.
-    """
-    sites = [site for site, i in union.compared.items() if sums[0, i] and not sums[1, i]]
-    return [site for site in sites if kind_of(site.tensor).is_replicated][:_NAMED]
+def _is_replica(site: Site) -> bool:
+    return kind_of(site.tensor).is_replicated
 
 
 def drifts(union: Union, sites: Sequence[Site], everybodys: Counts) -> tuple[tuple[Drift, ...], tuple[int, int] | None]:
-    """Find who has drifted. everybodys: the `Replicas.history` of all ranks, ``[ranks, sites, *PAST]``.
+    """Find who has drifted. everybodys: the `Replicas.history` of all ranks, ``[ranks, ...]``.
 
     Also returns two ranks that are at different steps, where there are some; nothing of theirs has drifted.
     """

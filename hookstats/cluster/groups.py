@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from hookstats.cluster.exchange import some
+from hookstats.cluster.union import some
 from hookstats.numbers.selection import as_globs
 
 Wanted: TypeAlias = Mapping[str, tuple[Placement, ...]]  # by glob; one placement for each axis of the group

@@ -16,7 +16,7 @@ from hookstats.cluster.exchange import Exchange
 from hookstats.cluster.groups import checked_placements, group_of
 from hookstats.cluster.merging import Merging
 from hookstats.cluster.placements import Placements
-from hookstats.cluster.union import Placing, Tables
+from hookstats.cluster.union import Tables
 from hookstats.modules.sharding import LocalShard
 from hookstats.numbers.fields import Site
 from hookstats.numbers.frame import StepFrame
@@ -45,8 +45,7 @@ class Joined:
         wanted = checked_placements(placements, group, names)
         rank = dist.get_rank()
         self._merging = Merging(group.ranks, Tables(budget, spread), timeout)
-        self._placements = Placements(model, group, wanted, self._merging.notes.append)
-        self._placing: tuple[Any, Any, Placing] | None = None  # what it was made of
+        self._placements = Placements(model, group, wanted, self._merging.note)
         weakref.finalize(self, self._merging.give_up).atexit = False  # where nobody detaches the monitor, nor holds it
         self._arrived: list[StepFrame] = []
         self._exchange = partial(Exchange, "agreeing", group.ranks, timeout)
@@ -56,13 +55,11 @@ class Joined:
     def submit(self, frame: StepFrame, held: dict[Site, LocalShard]) -> None:
         """Merge a step. held: what this rank has of each site; the same object while nothing of it has changed."""
         try:
-            replicated = self._placements.replicated()
-            if self._placing is None or self._placing[0] is not held or self._placing[1] != replicated:
-                self._placing = held, replicated, self._placements.placing(held)
+            placing = self._placements.placing(held)
         except Exception as error:  # the groups of the model were destroyed, say
             self._merging.submit(frame, problem=repr(error))
         else:
-            self._merging.submit(frame, self._placing[2])
+            self._merging.submit(frame, placing)
 
     def arrived(self) -> list[StepFrame]:
         """Return the steps of all ranks together, or of this one alone, in the order of their submission; each once."""

@@ -17,24 +17,22 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from hookstats._warn import WarnOnce
-from hookstats.cluster.drifts import PAST, Replicas, differing, drifts
-from hookstats.cluster.exchange import FAN, Exchange
-from hookstats.cluster.packing import OPERATIONS, First, Held, Packer, Part
-from hookstats.cluster.union import Local, Placing, Tables, Union, checksum_of, named, whole
-from hookstats.numbers.fields import Array, Counts, Site
+from hookstats.cluster.drifts import Replicas, drifts
+from hookstats.cluster.exchange import Exchange
+from hookstats.cluster.packing import CHANGED, FOLDS, Held, Packed, Packer
+from hookstats.cluster.union import Local, Placing, Tables, Union, checksum_of, some, whole
+from hookstats.numbers.fields import Counts, Site
 from hookstats.numbers.frame import StepFrame
-from hookstats.numbers.ranks import Drift, StepRanks
+from hookstats.numbers.ranks import StepRanks
 
 # Steps that may wait to be merged: as many as fit into these bytes, but at least _FEW and at most _MANY; of more, the
 # oldest are delivered alone.
 _WAITING_BYTES, _FEW, _MANY = 64 << 20, 8, 256
 _BEGUN = 1 << 44  # steps after which numbers would begin anew
-_STALE = 3  # steps in a row that are older than any of another rank's, where none here is as new
 _PACKERS = 4  # unions that are kept: of whole states, and of totals, each before and after a change
 _MOST = (1 << 62) - 1
 _END = 1 << 62  # in place of a step: a rank merges no more
@@ -53,15 +51,6 @@ class _Slot:
     problems: list[str]  # why it cannot be merged
     begun: int  # how often numbers have begun anew
     merged: StepFrame | None = None
-
-
-class _Brought(NamedTuple):
-    """This rank's part of a step that is to be merged."""
-
-    packer: Packer
-    part: Part
-    first: tuple[First, Array, Held]
-    unknown: list[Site]  # of which it is to be learned who holds the same
 
 
 @contextmanager
@@ -83,13 +72,12 @@ class Merging:
     Every rank of the group makes one, in the same order where there are several over the same ranks.
     """
 
-    def __init__(self, ranks: Sequence[int], tables: Tables, timeout: float, fan: int = FAN) -> None:
+    def __init__(self, ranks: Sequence[int], tables: Tables, timeout: float) -> None:
         """ranks: of torch.distributed, which runs; this one among them. timeout: seconds, for ranks that are late.
 
         RuntimeError where this torch does not have what is needed.
         """
-        self.notes: deque[str] = deque()  # messages for the user about how ranks differ
-        self._exchange = Exchange("merging", ranks, timeout, fan)
+        self._exchange = Exchange("merging", ranks, timeout)
         # What only training's thread touches, which makes all public calls.
         self._slots: deque[_Slot] = deque()  # not delivered yet
         self._begun, self._last = 0, -1
@@ -99,15 +87,12 @@ class Merging:
         self._process = os.getpid()
         # What both do: a slot's `merged` is set once, by the thread, or when that has ended.
         self._queue: queue.SimpleQueue[_Slot | None] = queue.SimpleQueue()  # None: the end
-        self._told: deque[tuple[str, str]] = deque()
+        self._told: deque[tuple[str, str]] = deque()  # messages for the user, each said once for each key
         # What only the thread touches.
         self._tables = tables
-        self._shift, self._stale = 0, 0  # of `begun`; steps in a row for which this rank's was too low
-        self._packers: dict[int, Packer] = {}  # by what stands for their union
-        self._known: dict[int, int] = {}  # the unions in which this rank has a table, by its checksum
+        self._packers: dict[int, tuple[int, Packer]] = {}  # by a table's checksum: what stands for its union
         self._apart: dict[Site, None] = {}  # of which ranks have held other values
-        self._replicas = Replicas(self._exchange.rank)
-        self._is_blind = False  # what ranks hold is not compared any more
+        self._replicas = Replicas()
         self._thread = threading.Thread(target=self._run, name="hookstats merging", daemon=True)
         self._thread.start()
         atexit.register(self._end_thread)
@@ -129,6 +114,13 @@ class Merging:
             self._queue.put(slot)
         self._slots.append(slot)
 
+    def note(self, key: str, text: str) -> None:
+        """Tell the user how ranks differ."""
+        self._told.append((key, f"merging over ranks: {text}"))
+
+    def _tell_why_alone(self, key: str, text: str) -> None:
+        self._told.append((key, f"not merged over ranks: {text}. This rank is alone with such steps."))
+
     def _give_up_oldest(self, number: int) -> None:
         """Deliver the oldest alone of those that wait after the one in hand."""
         with suppress(queue.Empty):  # the thread took it meanwhile
@@ -136,7 +128,7 @@ class Merging:
             if oldest is not None:
                 self._leave_alone(oldest)
                 text = f"{self._room} steps were waiting to be merged when step {number} came"
-                self._told.append(("queue", f"{text}: measure less often (every=)"))
+                self._tell_why_alone("queue", f"{text}: measure less often (every=)")
 
     def arrived(self) -> list[StepFrame]:
         """Return what was submitted and is settled, in that order, each once. Warns of what went wrong."""
@@ -147,12 +139,9 @@ class Merging:
             done.append(merged)
             self._slots.popleft()
         while self._told:
-            kind, text = self._told.popleft()
-            self._faults += kind == "failed"
-            self._warn_once(kind, f"not merged over ranks: {text}. This rank is alone with such steps.")
-        while self.notes:
-            note = self.notes.popleft()
-            self._warn_once(note, f"merging over ranks: {note}")
+            key, text = self._told.popleft()
+            self._faults += key == "failed"
+            self._warn_once(key, text)
         return done
 
     def wait(self, timeout: float) -> list[StepFrame]:
@@ -210,162 +199,115 @@ class Merging:
         try:
             self._merge_all()
         except _Over as over:
-            self._told.append(("over", f"{over}, nothing is merged from now on"))
+            self._tell_why_alone("over", f"{over}, nothing is merged from now on")
         except Exception as error:  # a rank is gone, or did not come in time
             self._exchange.give_up()
-            self._told.append(("over", f"merging has failed, nothing is merged from now on: {error!r}"))
+            self._tell_why_alone("over", f"merging has failed, nothing is merged from now on: {error!r}")
         finally:
             atexit.unregister(self._end_thread)
 
     def _merge_all(self) -> None:
         while (slot := self._queue.get()) is not None:
-            brought = self._agree(slot)
-            merged = None if brought is None else self._merged(slot, brought)
+            merged = self._merged(slot)
             if merged is None:
                 self._leave_alone(slot)
             else:
                 slot.merged = slot.merged or merged
-        self._exchange.max(_announced(_END, None, -1, False, False))
+        self._exchange.max(_announced(_END, None, -1, False))
 
-    def _agree(self, slot: _Slot) -> _Brought | None:
-        """Agree on a step that all ranks merge, and return this rank's part. Waits for ranks with an older one in hand.
+    def _merged(self, slot: _Slot) -> StepFrame | None:
+        """Merge a step with those of the others, when all ranks agree that it is merged.
 
-        A rank that has failed says so here, before anybody adds up: then the step is each rank's own, on all alike.
+        Waits for ranks with an older one in hand. A rank that has failed says so before anybody adds up: then the step
+        is each rank's own, on all alike.
         """
-        number, scale, problems = slot.frame.step, slot.frame.grad_scale, slot.problems
+        number, problems = slot.frame.step, slot.problems
         local: Local | None = None
-        brought: _Brought | None = None
+        packed: tuple[Packer, Packed, Held] | None = None
         with _added_to(problems):
             local = None if problems else self._tables.local(slot.frame, slot.placing)
-        moment = (slot.begun + self._shift) * _BEGUN + number
-        is_united = False
+        moment, is_united = slot.begun * _BEGUN + number, False
         while True:
-            union = -1 if local is None else self._known.get(local.checksum, -1)
-            if local is not None and union >= 0 and brought is None and not problems:
+            union, packer = self._packers.get(local.checksum, (-1, None)) if local else (-1, None)
+            if local is not None and packer is not None and packed is None and not problems:
                 with _added_to(problems):
-                    brought = self._bring(slot.frame, local, self._packers[union])
-            mine = _announced(moment, scale, union, bool(problems), self._is_blind)
-            newest, oldest, high, low, last, first, failed, blind = self._exchange.max(mine).tolist()
+                    packed = packer, *packer.pack(slot.frame, local)
+            mine = _announced(moment, slot.frame.grad_scale, union, bool(problems))
+            newest, oldest, high, low, last, first, failed = self._exchange.max(mine).tolist()
             if newest == _END:
                 raise _Over("a rank was detached, or has ended")
-            if blind and not self._is_blind:
-                self._stop_comparing("another rank has failed in it")
             if moment < newest:
                 there = f"another rank is at step {newest % _BEGUN}"
                 text = f"{there} without step {number}: measured alike (every=) on all ranks, it would be merged"
-                self._told.append(("cadence", text))
-                # Numbers have begun anew elsewhere, and not here, where the last step before was not measured, say.
-                missing = newest // _BEGUN - (self._begun + self._shift)
-                self._stale = self._stale + 1 if missing > 0 else 0
-                if self._stale == _STALE:
-                    self._shift += missing
+                self._tell_why_alone("cadence", text)
                 return None
-            self._stale = 0
             if newest > -oldest:
                 continue
             if failed:
                 self._tell_of_fault(slot)
-            elif high != -low:
-                self._told.append(("scale", f"the grad_scale is not the same on all ranks at step {number}"))
-            elif last == -first and last >= 0:
-                return brought
-            elif local is not None and not is_united:
-                is_united, brought = True, None
-                self._unite(local, problems)
-                continue
-            return None
+                return None
+            if high != -low:
+                self._tell_why_alone("scale", f"the grad_scale is not the same on all ranks at step {number}")
+                return None
+            if last == -first and last >= 0 and packed is not None:
+                return self._fold(slot, *packed)
+            if local is None or is_united:
+                return None
+            is_united, packed = True, None
+            self._unite(local, problems)
 
     def _tell_of_fault(self, slot: _Slot) -> None:
         why = ", ".join(slot.problems) or "another rank could not bring its part"
-        self._told.append(("failed", f"step {slot.frame.step}: {why}"))
-
-    def _bring(self, frame: StepFrame, local: Local, packer: Packer) -> _Brought:
-        part = packer.part(frame, local)
-        first = part.first(frame, self._replicas.learned)
-        return _Brought(packer, part, first, self._replicas.to_learn(packer.union))
+        self._tell_why_alone("failed", f"step {slot.frame.step}: {why}")
 
     def _unite(self, local: Local, problems: list[str]) -> None:
         """Exchange the tables of all ranks, each of which crosses the network once."""
         exchange = self._exchange
-        checksums = exchange.gather(np.array(local.checksum))
+        checksums = exchange.gather(np.array([local.checksum]))[:, 0]
         places = checksums.tolist()
         texts = exchange.gather_texts(local.text, places.index(local.checksum) == exchange.place)
         with _added_to(problems):
             union = Union([texts[places.index(each)] for each in places], exchange.ranks)
             packer = Packer(union, exchange.rank, self._apart)
-            self.notes.extend(union.notes)
+            for note in union.notes:
+                self.note(note, note)
             for old in list(self._packers)[: 1 - _PACKERS]:
                 del self._packers[old]
-            self._known = {each: number for each, number in self._known.items() if number in self._packers}
-            number = checksum_of(checksums.tobytes()) & _MOST
-            self._known[local.checksum], self._packers[number] = number, packer
+            self._packers[local.checksum] = checksum_of(checksums.tobytes()) & _MOST, packer
 
-    def _merged(self, slot: _Slot, brought: _Brought) -> StepFrame | None:
-        """Merge a step with those of the others. None: a rank has failed."""
-        exchange, union, frame = self._exchange, brought.packer.union, slot.frame
-        own = mine, _, held = brought.first
-        first = First(union, exchange.reduce(list(zip(mine.arrays, OPERATIONS, strict=True))))
-        # Where that fails, the others wait for something of this shape.
-        sums, ranks, differ = np.zeros_like(first.mean), first.extremes["spread"], list[Site]()
+    def _fold(self, slot: _Slot, packer: Packer, mine: Packed, held: Held) -> StepFrame | None:
+        mine.compared[CHANGED] = self._replicas.changed(packer.union, held)
+        packed = Packed(*self._exchange.reduce(mine, FOLDS))
+        union, merged, before = packer.union, None, len(self._apart)
         with _added_to(slot.problems):
-            sums, ranks = brought.part.second(own, first)
-            differ = differing(union, first.counts["compared"])
-        failed = np.array([bool(slot.problems)], np.int64)
-        sums, ranks, failed = exchange.reduce([(sums, np.add), (ranks, np.maximum), (failed, np.maximum)])
-        if failed[0]:
-            self._tell_of_fault(slot)
-            return None
-        merged, before = None, len(self._apart)
-        with _added_to(slot.problems):
-            merged = brought.packer.unpack(first, sums, ranks, frame)
-            merged.ranks = StepRanks(exchange.ranks, len(exchange.ranks))
-            self._tell_of(list(self._apart)[before:], union, frame.step)
+            merged = packer.unpack(packed, slot.frame)
+            merged.ranks = StepRanks(self._exchange.ranks, len(self._exchange.ranks))
+            self._tell_of(list(self._apart)[before:], union, slot.frame.step)
         if slot.problems:  # the others have what this rank has brought
             self._tell_of_fault(slot)
-        if not self._is_blind and (brought.unknown or differ):
-            found = self._compare(union, brought.unknown, differ, held)
+        if differ := self._replicas.differing(union, packed.compared, held):
+            found, behind = drifts(union, differ, self._exchange.gather(self._replicas.history(differ)))
+            if behind is not None:
+                self.note("behind", _BEHIND.format(*behind))
             if merged is not None:
                 merged.drifts = found
-        self._replicas.remember(union, held)
         return merged
-
-    def _compare(self, union: Union, unknown: list[Site], differ: list[Site], held: Held) -> tuple[Drift, ...]:
-        """Learn which ranks hold the same, and find who of them does not. After a failure, no rank does it any more."""
-        found: tuple[Drift, ...] = ()
-        problems: list[str] = []
-        hashes = held.hashes[[union.compared[site] for site in unknown]]
-        shape = len(self._exchange.ranks), len(differ), *PAST
-        mine = np.zeros(shape[1:], np.int64)
-        with _added_to(problems):
-            mine = self._replicas.history(union, differ, held)
-        everybodys = self._exchange.gather(np.concatenate([hashes, mine.reshape(-1)]))
-        with _added_to(problems):
-            self._replicas.learn(union, unknown, everybodys[:, : len(unknown)])
-            found, behind = drifts(union, differ, everybodys[:, len(unknown) :].reshape(shape))
-            if behind is not None:
-                self.notes.append(_BEHIND.format(*behind))
-        if problems:
-            self._stop_comparing(problems[0])
-        return found
-
-    def _stop_comparing(self, why: str) -> None:
-        self._is_blind = True
-        self.notes.append(f"whether ranks hold the same of parameters is not looked at any more: {why}")
 
     def _tell_of(self, sites: Sequence[Site], union: Union, number: int) -> None:
         """Tell of sites that are kept apart from now on."""
         if not sites:
             return
         names = " and ".join(str(union.rows[i].site) for i in union.alternatives[sites[0]][:2])
-        self.notes.append(
-            f"the ranks hold different values of {named(sites)} at step {number}, and how these plain tensors lie is "
+        self.note(
+            str(sites),
+            f"the ranks hold different values of {some(sites, 5)} at step {number}, and how these plain tensors lie is "
             f"not known. They are kept apart from this step on: {sites[0]} as {names}. Say how they are placed: "
             "placements={glob: Shard(-1)} for a part of the channels, Shard(0) or Shard(-2) for a part of the rows, "
-            "one for each dimension of a DeviceMesh that is process_group="
+            "one for each dimension of a DeviceMesh that is process_group=",
         )
 
 
-def _announced(moment: int, grad_scale: float | None, union: int, failed: bool, blind: bool) -> Counts:
+def _announced(moment: int, grad_scale: float | None, union: int, failed: bool) -> Counts:
     """Return what ranks tell each other before each step, of which the largest counts."""
     scale = int(np.float64(-1.0 if grad_scale is None else grad_scale).view(np.int64)) >> 1
-    return np.array([moment, -moment, scale, -scale, union, -union, failed, blind], np.int64)
+    return np.array([moment, -moment, scale, -scale, union, -union, failed], np.int64)

@@ -5,7 +5,7 @@ another dimension merges their values; Replicate lets one rank count. Plain tens
 plain parameters are the same on all. Under tensor parallelism a plain activation may be any of these: where its
 module's own weight does not tell, and the user does not, it travels apart for each coordinate: where the ranks' states
 have been the same so far it is one site, else it is kept apart, never counted twice. Which ranks hold the same of a
-parameter follows from the mesh, or from DistributedDataParallel.
+parameter follows from the mesh, from DistributedDataParallel, or from the user's word.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.nn.parallel import DistributedDataParallel
 
 from hookstats.cluster.groups import Axis, Group, Wanted, axes_of
-from hookstats.cluster.union import Owners, OwnSite, Placed, Placing, Share, whole
+from hookstats.cluster.union import OwnSite, Place, Placing, whole
 from hookstats.modules.channels import input_channels, natural_channels
 from hookstats.modules.selection import Slot, clean_names
 from hookstats.modules.sharding import LocalShard, Sharding, flattened
@@ -61,27 +61,23 @@ def cuts_of(axes: Sequence[Axis], placements: Sequence[Placement], dim: int) -> 
 
 
 def part_of(size: int, cuts: Sequence[Axis], ranks: frozenset[int]) -> Span | None:
-    """Return this rank's part of `size` channels, in the whole that these ranks have. None: they have none."""
-    here = _cut(size, cuts, [axis.coordinate for axis in cuts])
-    members = [_members(axis, ranks) for axis in cuts]
-    if all(len(each) == len(axis.ranks) for each, axis in zip(members, cuts, strict=True)):
-        return Span(size, *here)
-    parts = [part for part in (_cut(size, cuts, each) for each in itertools.product(*members)) if part[1]]
-    begin = min((start for start, _ in parts), default=0)
-    end = max((start + length for start, length in parts), default=0)
-    if sum(length for _, length in parts) != end - begin:
-        return None
-    return Span(end - begin, here[0] - begin, here[1])
+    """Return this rank's part of `size` channels, cut as torch.chunk does it, in the whole that these ranks have.
 
-
-def _cut(size: int, cuts: Sequence[Axis], coordinates: Sequence[int]) -> tuple[int, int]:
-    """Return the begin and size of the part at these coordinates: chunks of chunks, each as torch.chunk makes them."""
-    start = 0
-    for axis, coordinate in zip(cuts, coordinates, strict=True):
+    None: they have none, where they are some of those of an axis, or have parts of what others have the rest of.
+    """
+    whole, start = size, 0
+    for i, axis in enumerate(cuts):
         chunk = -(-size // len(axis.ranks))
-        begin = min(coordinate * chunk, size)
+        begin = min(axis.coordinate * chunk, size)
         start, size = start + begin, min(chunk, size - begin)
-    return start, size
+        members = len(_members(axis, ranks))
+        if members == 1 and len(axis.ranks) > 1:  # what this rank has along it is all that is merged
+            if any(len(_members(each, ranks)) > 1 for each in cuts[:i]):
+                return None
+            whole, start = size, 0
+        elif members < len(axis.ranks):
+            return None
+    return Span(whole, start, size)
 
 
 def _members(axis: Axis, ranks: frozenset[int]) -> list[int]:
@@ -92,56 +88,26 @@ def _members(axis: Axis, ranks: frozenset[int]) -> list[int]:
 class Placements:
     """The places of a model's sites on this rank."""
 
-    def __init__(self, model: nn.Module, group: Group, wanted: Wanted, tell: Callable[[str], object]) -> None:
-        """wanted: what `groups.checked_placements` made of ``placements=``. tell: the user."""
+    def __init__(self, model: nn.Module, group: Group, wanted: Wanted, tell: Callable[[str, str], object]) -> None:
+        """wanted: what `groups.checked_placements` made of ``placements=``. tell: the user, once for each key."""
         self._model = weakref.ref(model)
+        self._group = group
         self._wanted = wanted
         self._tell = tell
-        self._told: set[str] = set()  # reasons
-        self._axes: dict[Any, tuple[Axis, ...] | None] = {}  # by mesh
         self._replicated = [weakref.ref(each) for each in model.modules() if isinstance(each, DistributedDataParallel)]
-        self.group = group
-        self.ranks = frozenset(group.ranks)
+        self._latest: tuple[Any, Any, Placing] | None = None  # what it was made of
 
     def placing(self, held: Mapping[Site, LocalShard]) -> Placing:
-        """Return the places of sites in the whole, with the model's parameters as they are now. held: of each site."""
-        model = self._model()
-        return _Placing(self, nn.Module() if model is None else model, dict(held), self.replicated())
+        """Return the places of sites in the whole: another object where anything about these has changed.
 
-    def replicated(self) -> list[tuple[DistributedDataParallel, bool]]:
-        """Return the parts of the model that DDP replicates, and whether their ranks can be compared step by step.
-
-        Not with a communication hook, which may reduce gradients over fewer ranks, and average parameters now and then,
-        after steps in which they were the same. Nor with ``join``, where ranks have unlike numbers of steps.
+        held: what this rank has of each site; the same object while nothing of it has changed.
         """
         there = [each for each in (ref() for ref in self._replicated) if each is not None]
-        return [(each, not getattr(each, "_comm_hooks", None) and not _joins(each)) for each in there]
-
-    def axes_of(self, mesh: Any) -> tuple[Axis, ...] | None:
-        """See `groups.axes_of`."""
-        if mesh not in self._axes:
-            self._axes[mesh] = axes_of(mesh)
-        return self._axes[mesh]
-
-    def wanted(self, name: str) -> tuple[Placement, ...] | None:
-        """Return the user's placements of a module or parameter; of several globs, the last."""
-        found = [each for glob, each in self._wanted.items() if matches(name, [glob])]
-        return found[-1] if found else None
-
-    def tell_of_what_is_apart(self, site: Site, merged_as: Site, why: str) -> None:
-        """Warn once for each reason."""
-        if why in self._told:
-            return
-        self._told.add(why)
-        self._tell(
-            f"{why}: such tensors are kept apart, {site} as {merged_as}. Say how they are placed: process_group="
-            "hookstats.Ranks(group, placements={glob: Shard(-1)}) for a part of the channels, Shard(0) or Shard(-2) "
-            "for a part of the rows, Replicate() for the same values; one for each dimension of a DeviceMesh",
-        )
-
-    def is_lowest(self, axes: Sequence[Axis]) -> bool:
-        """Return True for the lowest of the merged ranks along each of these axes."""
-        return all(axis.coordinate == _members(axis, self.ranks)[0] for axis in axes)
+        replicated = [(each, _is_comparable(each)) for each in there]
+        if self._latest is None or self._latest[0] is not held or self._latest[1] != replicated:
+            model = self._model() or nn.Module()
+            self._latest = held, replicated, _Placing(model, self._group, self._wanted, self._tell, held, replicated)
+        return self._latest[2]
 
 
 class _Placing:
@@ -149,76 +115,94 @@ class _Placing:
 
     def __init__(
         self,
-        placements: Placements,
         model: nn.Module,
-        held: dict[Site, LocalShard],
+        group: Group,
+        wanted: Wanted,
+        tell: Callable[[str, str], object],
+        held: Mapping[Site, LocalShard],
         replicated: Sequence[tuple[DistributedDataParallel, bool]],
     ) -> None:
-        self._placements = placements
-        self._held = held
+        self._group = group
+        self._ranks = frozenset(group.ranks)
+        self._wanted = wanted
+        self._tell = tell
+        self._held = dict(held)
         # Merging keeps the latest of these for good; a model that nobody else holds is to go all the same.
         self._modules = WeakValueDictionary(clean_names(model))
-        self._parallel = self._tensor_parallel_axes(model)
+        self._axes: dict[Any, tuple[Axis, ...] | None] = {}  # by mesh
+        self._parallel = self._tensor_parallel_axes(_data_parallel_ranks(model))
         self._flat = {
-            id(module): placements.ranks.intersection(dist.get_process_group_ranks(outer.process_group))
+            id(module): self._ranks.intersection(dist.get_process_group_ranks(outer.process_group))
             for module, outer in flattened(model).items()
         }
-        self._by_ddp = _replicated_modules(replicated, placements.ranks)
+        self._by_ddp = _replicated_modules(replicated, self._ranks)
 
-    def __call__(self, own: OwnSite) -> Placed:
+    def __call__(self, own: OwnSite) -> Place:
         if kind_of(own.site.tensor).is_part:
             return whole(own)
-        held = self._held.get(own.site, LocalShard(None, None))
-        if held.sharding is not None:
-            return self._place_dtensor(own, held.sharding, held.channels)
-        wanted = self._placements.wanted(own.site.name)
-        if wanted is not None:
-            return self._place_as_wanted(own, wanted, held.channels)
-        if own.is_parameter:
-            flat = self._flat.get(id(self._modules.get(own.site.name.rpartition(".")[0])))
-            if flat:  # each rank has other values of it, in one dimension
-                share = Share(leads=dist.get_rank() == min(flat))
-                return Placed(own.channels, min(flat), share)
-            module, _, key = own.site.name.rpartition(".")
-            return whole(own)._replace(share=Share(peers=self._replicated(self._modules.get(module), key)))
-        if not self._parallel:
-            return whole(own)
-        return self._place_plain(own, held.channels)
+        sharding, channels = (held := self._held.get(own.site, LocalShard(None, None))).sharding, held.channels
+        wanted = [each for glob, each in self._wanted.items() if matches(own.site.name, [glob])]
+        if sharding is not None:
+            return self._place_dtensor(own, sharding, channels)
+        if wanted:
+            return self._place_as_wanted(own, wanted[-1], channels)
+        if not own.is_parameter:
+            return self._place_plain(own, channels) if self._parallel else whole(own)
+        path, _, key = own.site.name.rpartition(".")
+        module = self._modules.get(path)
+        if flat := self._flat.get(id(module)):  # each rank has other values of it, in one dimension
+            return Place(own.channels, min(flat), leads=dist.get_rank() == min(flat))
+        peers, ignored = self._by_ddp.get(id(module), ((), frozenset()))
+        return whole(own)._replace(peers=() if key in ignored else peers)
 
-    def _place_dtensor(self, own: OwnSite, sharding: Sharding, channels: int | None) -> Placed:
-        axes = self._placements.axes_of(sharding.mesh)
-        ranks = self._placements.ranks & set(sharding.mesh.mesh.flatten().tolist())
-        owners: Owners = min(ranks) if own.is_parameter and ranks else "each"
+    def _is_lowest(self, axes: Sequence[Axis]) -> bool:
+        """Return True for the lowest of the merged ranks along each of these axes."""
+        return all(axis.coordinate == _members(axis, self._ranks)[0] for axis in axes)
+
+    def _along(self, axes: Sequence[Axis]) -> tuple[int, ...]:
+        """Return the merged ranks that differ from this one along these axes alone."""
+        rank = dist.get_rank()
+        steps = [[axis.ranks[each] - rank for each in _members(axis, self._ranks)] for axis in axes]
+        return tuple(sorted(rank + sum(each) for each in itertools.product(*steps)))
+
+    def _place_dtensor(self, own: OwnSite, sharding: Sharding, channels: int | None) -> Place:
+        mesh, placements, dim, size = sharding
+        axes = self._axes_of(mesh)
+        ranks = self._ranks.intersection(mesh.mesh.flatten().tolist())
+        owners = min(ranks) if own.is_parameter and ranks else "each"
         if axes is None:  # a mesh without this rank
-            return Placed(sharding.channels, owners, Share(counts=False, leads=False))
-        cuts = cuts_of(axes, sharding.placements, sharding.dim)
-        span = None if cuts is None else part_of(sharding.channels, cuts, self._placements.ranks)
+            return Place(size, owners, counts=False, leads=False)
+        cuts = cuts_of(axes, placements, dim)
+        span = None if cuts is None else part_of(size, cuts, self._ranks)
         if span is None or (span.size and channels not in (None, span.size)):
             why = f"the channels of a DTensor that is placed {sharding} do not lie side by side"
-            return self._keep_apart(own, whole(own), [Axis("rank", self._placements.group.ranks, dist.get_rank())], why)
-        replicated = [axis for axis, each in zip(axes, sharding.placements, strict=True) if each.is_replicate()]
-        counts = span.size > 0 and self._placements.is_lowest(replicated)
-        peers = self._peers(sharding) if own.is_parameter else ()
-        share = Share(span.offset if span.size else 0, counts, self._placements.is_lowest(axes), peers)
-        placed = Placed(span.whole, owners, share)
+            return self._keep_apart(own, whole(own), [Axis("rank", self._group.ranks, dist.get_rank())], why)
+        replicated = [axis for axis, each in zip(axes, placements, strict=True) if each.is_replicate()]
+        counts, leads = span.size > 0 and self._is_lowest(replicated), self._is_lowest(axes)
+        placed = Place(span.whole, owners, span.offset if span.size else 0, counts, leads)
+        if own.is_parameter:
+            here = zip(placements, mesh.get_coordinate(), strict=True)
+            same: Any = tuple(slice(None) if each.is_replicate() else coordinate for each, coordinate in here)
+            return placed._replace(peers=tuple(sorted(self._ranks.intersection(mesh.mesh[same].flatten().tolist()))))
         covered = {rank for axis in axes for rank in axis.ranks}
-        left = [axis for axis in self._parallel if not covered.issuperset(axis.ranks)]
-        return placed if own.is_parameter else self._keep_apart(own, placed, left)
+        return self._keep_apart(own, placed, [axis for axis in self._parallel if not covered.issuperset(axis.ranks)])
 
-    def _place_as_wanted(self, own: OwnSite, wanted: tuple[Placement, ...], channels: int | None) -> Placed:
+    def _place_as_wanted(self, own: OwnSite, wanted: tuple[Placement, ...], channels: int | None) -> Place:
         cuts, others, apart, replicated = list[Axis](), list[Axis](), list[Axis](), list[Axis]()
-        for axis, placement in zip(self._placements.group.axes, wanted, strict=True):
+        for axis, placement in zip(self._group.axes, wanted, strict=True):
             if placement.is_replicate():
                 replicated.append(axis)
             else:
                 of_channels = channels is not None and self._is_of_channels(own, getattr(placement, "dim", 0))
                 (apart if of_channels is None else cuts if of_channels else others).append(axis)
-        size = (channels or 1) * math.prod(len(axis.ranks) for axis in cuts)
-        offset, _ = _cut(size, cuts, [axis.coordinate for axis in cuts])
+        width = channels or 1
+        size, offset = width * math.prod(len(axis.ranks) for axis in cuts), 0
+        for axis in cuts:
+            offset = offset * len(axis.ranks) + axis.coordinate * width
         parts = [*cuts, *others, *apart] if own.is_parameter else cuts  # of one tensor
-        share = Share(offset, self._placements.is_lowest(replicated), self._placements.is_lowest(parts))
-        why = "placements= counts a dimension from another end than the channels"
-        return self._keep_apart(own, Placed(size, "each", share), apart, why)
+        peers = self._along(replicated) if own.is_parameter else ()
+        placed = Place(size, "each", offset, self._is_lowest(replicated), self._is_lowest(parts), peers)
+        return self._keep_apart(own, placed, apart, "placements= counts a dimension from another end than the channels")
 
     def _is_of_channels(self, own: OwnSite, dim: int) -> bool | None:
         """Return True for the channels' dimension. None: the two are counted from different ends of a tensor."""
@@ -233,15 +217,14 @@ class _Placing:
                 return dim % tensor.dim() == channels % tensor.dim()
         return False if dim == 0 else None
 
-    def _place_plain(self, own: OwnSite, channels: int | None) -> Placed:
+    def _place_plain(self, own: OwnSite, channels: int | None) -> Place:
         """Place an activation under tensor parallelism."""
-        placed, left = whole(own), self._parallel
         found = None if channels is None else self._shard_of_own_weight(own.site, channels)
-        if found is not None:
-            span, cuts = found
-            placed = Placed(span.whole, "each", Share(span.offset, True, self._placements.is_lowest(cuts)))
-            left = [axis for axis in left if axis not in cuts]
-        return self._keep_apart(own, placed, left)
+        if found is None:
+            return self._keep_apart(own, whole(own), self._parallel)
+        span, cuts = found
+        placed = Place(span.whole, "each", span.offset, leads=self._is_lowest(cuts))
+        return self._keep_apart(own, placed, [axis for axis in self._parallel if axis not in cuts])
 
     def _shard_of_own_weight(self, site: Site, channels: int) -> tuple[Span, list[Axis]] | None:
         """Return the part of the channels that an activation has which is as wide as its module's local weight."""
@@ -251,66 +234,67 @@ class _Placing:
         is_input = kind_of(site.tensor).is_input
         natural = input_channels(module, None) if is_input else natural_channels(module)
         for parameter in list(module._parameters.values()):  # the trainer may replace them meanwhile
-            axes = self._placements.axes_of(parameter.device_mesh) if isinstance(parameter, DTensor) else None
+            axes = self._axes_of(parameter.device_mesh) if isinstance(parameter, DTensor) else None
             if axes is None:
                 continue
             here = [pair for pair in zip(axes, parameter.placements, strict=True) if pair[0] in self._parallel]
             for dim, size in enumerate(parameter.shape):
-                wide = natural.width if natural is not None else None
-                if wide != size and (wide is not None or dim != 0 or is_input):
+                if size != (natural.width if natural else size if dim == 0 and not is_input else None):
                     continue
                 cuts = cuts_of([axis for axis, _ in here], [each for _, each in here], dim)
-                span = part_of(size, cuts, self._placements.ranks) if cuts else None
+                span = part_of(size, cuts, self._ranks) if cuts else None
                 if cuts and span is not None and span.size == channels != size:
                     return span, cuts
         return None
 
-    def _keep_apart(self, own: OwnSite, placed: Placed, axes: Sequence[Axis], why: str = "") -> Placed:
+    def _keep_apart(self, own: OwnSite, placed: Place, axes: Sequence[Axis], why: str = "") -> Place:
         """Keep a site apart for each coordinate along these axes. why: they hold other values; "": maybe the same."""
         if not axes:
             return placed
         told = ",".join(f"{axis.name}={axis.coordinate}" for axis in axes)
         site = Site(own.site.name, f"{own.site.tensor}[{told}]")
-        if why:
-            self._placements.tell_of_what_is_apart(own.site, site, why)
-            return placed._replace(site=site)
-        # Replicas, for all that is known: whether they are is seen from their states, once they are merged.
-        rank = dist.get_rank()
-        lines = [[axis.ranks[each] - rank for each in _members(axis, self._placements.ranks)] for axis in axes]
-        peers = tuple(sorted(rank + sum(steps) for steps in itertools.product(*lines)))
-        return placed._replace(site=site, share=placed.share._replace(peers=peers))
-
-    def _peers(self, sharding: Sharding) -> tuple[int, ...]:
-        """Return the merged ranks that hold the same part of a DTensor."""
-        here = sharding.mesh.get_coordinate()
-        through: Any = tuple(
-            slice(None) if placement.is_replicate() else coordinate
-            for placement, coordinate in zip(sharding.placements, here, strict=True)
+        if not why:  # replicas, for all that is known: whether they are is seen from their states, once they are merged
+            return placed._replace(site=site, peers=self._along(axes))
+        self._tell(
+            why,
+            f"{why}: such tensors are kept apart, {own.site} as {site}. Say how they are placed: process_group="
+            "hookstats.Ranks(group, placements={glob: Shard(-1)}) for a part of the channels, Shard(0) or Shard(-2) "
+            "for a part of the rows, Replicate() for the same values; one for each dimension of a DeviceMesh",
         )
-        return tuple(sorted(self._placements.ranks.intersection(sharding.mesh.mesh[through].flatten().tolist())))
+        return placed._replace(site=site, peers=())
 
-    def _replicated(self, module: nn.Module | None, key: str) -> tuple[int, ...]:
-        """Return the merged ranks on which DistributedDataParallel makes a parameter the same."""
-        ranks, ignored = self._by_ddp.get(id(module), ((), frozenset[str]()))
-        return () if key in ignored else ranks
+    def _axes_of(self, mesh: Any) -> tuple[Axis, ...] | None:
+        if mesh not in self._axes:
+            self._axes[mesh] = axes_of(mesh)
+        return self._axes[mesh]
 
-    def _tensor_parallel_axes(self, model: nn.Module) -> list[Axis]:
+    def _tensor_parallel_axes(self, data_parallel: list[set[int]]) -> list[Axis]:
         """Return the axes of DTensor parameters, not of data parallelism: ranks along them may hold equal activations.
 
         What FSDP and DDP have made data parallel is known by its ranks; along an axis inside of these, as that of
         experts, batches differ.
         """
-        data_parallel = _data_parallel_ranks(model)
         found: dict[tuple[int, ...], Axis] = {}
         for module in self._modules.values():
             for parameter in list(module._parameters.values()):  # the trainer may replace them meanwhile
-                of_mesh = self._placements.axes_of(parameter.device_mesh) if isinstance(parameter, DTensor) else None
+                of_mesh = self._axes_of(parameter.device_mesh) if isinstance(parameter, DTensor) else None
                 axes: tuple[Axis, ...] = of_mesh or ()
                 for axis in axes:
-                    is_merged = len(_members(axis, self._placements.ranks)) > 1
+                    is_merged = len(_members(axis, self._ranks)) > 1
                     if is_merged and not any(ranks.issuperset(axis.ranks) for ranks in data_parallel):
                         found.setdefault(axis.ranks, axis)
         return list(found.values())
+
+
+def _is_comparable(outer: DistributedDataParallel) -> bool:
+    """Return whether the ranks of DistributedDataParallel can be compared step by step.
+
+    Not with a communication hook, which may reduce gradients over fewer ranks, and average parameters now and then,
+    after steps in which they were the same. Nor with ``join``, where ranks have unlike numbers of steps:
+    torch.distributed.algorithms.Join does not take that back.
+    """
+    has_joined = getattr(getattr(outer, "_join_config", None), "enable", False)
+    return not getattr(outer, "_comm_hooks", None) and not has_joined
 
 
 def _replicated_modules(
@@ -318,7 +302,7 @@ def _replicated_modules(
 ) -> dict[int, tuple[tuple[int, ...], frozenset[str]]]:
     """Return by module id the ranks over which DDP replicates a module, and the parameters that it ignores.
 
-    replicated: see `Placements.replicated`; what cannot be compared is this rank's alone.
+    replicated: with whether they are comparable; what is not is this rank's alone.
     """
     found = {}
     for outer, is_comparable in replicated:
@@ -331,31 +315,18 @@ def _replicated_modules(
     return found
 
 
-def _joins(outer: DistributedDataParallel) -> bool:
-    """Return True if it was given to torch.distributed.algorithms.Join, which does not take that back."""
-    return bool(getattr(getattr(outer, "_join_config", None), "enable", False))
-
-
 def _data_parallel_ranks(model: nn.Module) -> list[set[int]]:
-    """Return the ranks, this one among them, over which FSDP shards or DDP replicates: each has other batches."""
+    """Return the ranks, this one among them, over which FSDP shards or DDP replicates: each has other batches.
+
+    A FSDPModule has no public name for these. Where none is found, activations are kept apart, which is never wrong.
+    """
     found: dict[tuple[int, ...], None] = {}
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            found |= dict.fromkeys(_ranks_of_fsdp(module))
-        elif isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
+        if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
             found[tuple(dist.get_process_group_ranks(module.process_group))] = None
+        elif isinstance(module, FSDPModule):
+            state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
+            groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+            meshes = [each.mesh_info.mesh for group in groups if group for each in (group, *group.fsdp_params)]
+            found |= dict.fromkeys(tuple(mesh.mesh.flatten().tolist()) for mesh in dict.fromkeys(meshes))
     return [set(ranks) for ranks in found]
-
-
-def _ranks_of_fsdp(module: FSDPModule) -> list[tuple[int, ...]]:
-    """Return the ranks of the meshes of an FSDPModule.
-
-    It has no public name for these. Where none is found, activations are kept apart, which is never wrong.
-    """
-    try:
-        state: Any = module._get_fsdp_state()
-        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-        meshes = [each.mesh_info.mesh for group in groups if group for each in (group, *group.fsdp_params)]
-        return [tuple(mesh.mesh.flatten().tolist()) for mesh in dict.fromkeys(meshes)]
-    except AttributeError:
-        return []

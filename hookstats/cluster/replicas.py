@@ -18,9 +18,10 @@ from torch import nn
 from hookstats._warn import WarnOnce
 from hookstats.cluster.contents import Replica, bytes_of, checksums, contents_of
 from hookstats.cluster.drifts import vote
-from hookstats.cluster.exchange import Exchange, some
+from hookstats.cluster.exchange import Exchange
 from hookstats.cluster.groups import group_of
 from hookstats.cluster.union import checksum_of as digest_of
+from hookstats.cluster.union import some
 from hookstats.numbers.kinds import kind_of
 
 _TIMEOUT = 600.0  # seconds

@@ -20,8 +20,8 @@ ALL = (0, 1, 2)
 A = Site("a", "output")
 
 
-def merging_of(world: int, timeout: float = 600.0, fan: int = 64, spread: bool = False) -> Merging:
-    return Merging(range(world), Tables(BUDGET, spread), timeout, fan)
+def merging_of(world: int, timeout: float = 600.0, spread: bool = False) -> Merging:
+    return Merging(range(world), Tables(BUDGET, spread), timeout)
 
 
 def step_of(number: int, rank: int, site: Site = A, **fields: Any) -> StepFrame:

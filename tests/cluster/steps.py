@@ -10,14 +10,13 @@ import torch
 
 import hookstats
 from hookstats import Site
-from hookstats.cluster.packing import OPERATIONS, First, Packer
-from hookstats.cluster.union import Placed, Placing, Share, Tables, Union, whole
+from hookstats.cluster.packing import FOLDS, Packed, Packer
+from hookstats.cluster.union import Place, Placing, Tables, Union, whole
 from hookstats.numbers.fields import FIELDS, Bins, histogram_shape
 from hookstats.numbers.frame import StepFrame
 from tests.frames import Measured, frame_of
 
 BUDGET = 1 << 28
-NO_PEERS: Mapping[Site, tuple[int, ...]] = {}
 
 
 class Here(NamedTuple):
@@ -27,7 +26,7 @@ class Here(NamedTuple):
     channels: int = 1  # of a silent one
     keeps: bool = True
     dim: int | None = 0
-    placed: Placed | None = None
+    placed: Place | None = None
 
 
 def measured(sites: Mapping[Site, Here], bins: Bins | None = None, **step: Any) -> StepFrame:
@@ -49,9 +48,9 @@ def placing_of(sites: Mapping[Site, Here]) -> Placing:
     return lambda own: sites[own.site].placed or whole(own)
 
 
-def shard(channels: int, offset: int, owners: str | int = "each", counts: bool = True) -> Placed:
+def shard(channels: int, offset: int, owners: str | int = "each", counts: bool = True) -> Place:
     """Of channels that lie side by side on a mesh; calls are those of the first."""
-    return Placed(channels, owners, Share(offset, counts, offset == 0))
+    return Place(channels, owners, offset, counts, offset == 0)
 
 
 class Job:
@@ -72,19 +71,12 @@ class Job:
         self.union = Union([each.text for each in self.local], range(len(self.steps)))
         self.packers = [Packer(self.union, rank, {}) for rank in range(len(steps))]
 
-    def merged(self, rank: int = 0, learned: Mapping[Site, tuple[int, ...]] = NO_PEERS) -> StepFrame:
+    def merged(self, rank: int = 0) -> StepFrame:
         """As this rank has it, by what `Merging` exchanges."""
-        parts = [
-            packer.part(step, local) for packer, step, local in zip(self.packers, self.steps, self.local, strict=True)
-        ]
-        own = [part.first(step, learned) for part, step in zip(parts, self.steps, strict=True)]
-        arrays = zip(*(mine.arrays for mine, *_ in own), strict=True)
-        with np.errstate(invalid="ignore"):  # a scalar that is infinite
-            reduced = [how.reduce(each) for how, each in zip(OPERATIONS, arrays, strict=True)]
-        self.first = First(self.union, reduced)
-        seconds = [part.second(each, self.first) for part, each in zip(parts, own, strict=True)]
-        second, ranks = np.sum([each for each, _ in seconds], 0), np.max([each for _, each in seconds], 0)
-        return self.packers[rank].unpack(self.first, second, ranks, self.steps[rank])
+        parts = zip(self.packers, self.steps, self.local, strict=True)
+        packed = [packer.pack(step, local)[0] for packer, step, local in parts]
+        folded = [fold(np.stack(each)) for fold, each in zip(FOLDS, zip(*packed, strict=True), strict=True)]
+        return self.packers[rank].unpack(Packed(*folded), self.steps[rank])
 
 
 def job_of(sites: Sequence[Mapping[Site, Here]], bins: Bins | None = None, **how: Any) -> Job:

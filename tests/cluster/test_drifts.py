@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import hookstats
 from hookstats import Snapshot
@@ -112,7 +113,9 @@ def one_shard_drifts(rank: int, world: int) -> Case:
             with torch.no_grad():
                 case.model.up.weight.mul_(1.001)
 
-    return case._replace(after=drift)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    lie = {"up.*": (Replicate(), Shard(0)), "down.*": (Replicate(), Shard(1))}
+    return case._replace(after=drift, group=hookstats.Ranks(mesh, placements=lie))
 
 
 def among_sharded(rank: int, world: int) -> Case:
@@ -157,7 +160,7 @@ ILL: dict[str, tuple[int, Callable[[int, int], Case], Found]] = {
     "one layer is not reduced": (3, one_layer_not_reduced, Found("warning", BREAKS, "param_grad", (1, 2), 0)),
     "a norm is clipped on one rank": (2, norm_clipped_alone, Found("critical", BREAKS, "param_grad", (1,), 0)),
     "a bit flips in a shard": (4, hsdp_bit_flips, Found("critical", BREAKS + 1, "param_sample", (3,), 1)),
-    "a shard by hand drifts": (4, one_shard_drifts, Found("warning", BREAKS + 1, "param_sample", (3,), 1)),
+    "a shard by hand drifts": (4, one_shard_drifts, Found("critical", BREAKS + 1, "param_sample", (3,), 1)),
 }
 
 

@@ -13,32 +13,26 @@ import torch
 import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from hookstats.cluster import exchange
 from hookstats.cluster.exchange import Exchange, default_store, levels
 from tests.ranks import outcomes, run
 
 
-def test_groups_are_of_at_most_fan_ranks_nodes_first_and_their_first_ranks_go_on() -> None:
+def test_groups_are_of_at_most_fan_ranks_and_their_first_ranks_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert levels(range(4)) == [[(0, 1, 2, 3)]]
-    assert levels(range(8), fan=2) == [[(0, 1), (2, 3), (4, 5), (6, 7)], [(0, 2), (4, 6)], [(0, 4)]]
-    assert levels(range(8), fan=64, local=4) == [[(0, 1, 2, 3), (4, 5, 6, 7)], [(0, 4)]]
-    assert levels([1, 3]) == [[(1, 3)]]
-    assert levels([0, 4, 8], local=4) == [[(0, 4, 8)]]  # one rank of each node
+    assert levels([3, 1]) == [[(1, 3)]]
     assert levels([5]) == []
-    large = levels(range(16384), local=8)
-    assert [len(groups) for groups in large] == [2048, 32, 1]
-    for ranks, fan, local in ((range(100), 7, 1), (range(3, 99, 3), 5, 12), (range(65), 64, 1)):
-        plan = levels(ranks, fan, local)
-        below = sorted(ranks)
-        for groups in plan:
-            assert sorted(rank for group in groups for rank in group) == below
-            assert max(map(len, groups)) <= fan
-            below = [group[0] for group in groups]
-        assert len(plan[-1]) == 1
-    with pytest.raises(ValueError, match="fan=1"):
-        levels(range(4), fan=1)
+    assert levels(range(9)) == [[(0, 1, 2, 3, 4, 5, 6, 7), (8,)], [(0, 8)]]
+    assert [len(groups) for groups in levels(range(16384))] == [2048, 256, 32, 4, 1]
+    monkeypatch.setattr(exchange, "FAN", 2)
+    assert levels(range(8)) == [[(0, 1), (2, 3), (4, 5), (6, 7)], [(0, 2), (4, 6)], [(0, 4)]]
 
 
 SIZES = (0, 1, 7, 1000, 1 << 19)  # of the last, the leader holds one at a time
+
+
+def summed(ours: Exchange, numbers: np.ndarray) -> np.ndarray:
+    return ours.reduce([numbers], [exchange.total])[0]
 
 
 def numbers_of(rank: int, size: int) -> np.ndarray:
@@ -46,23 +40,24 @@ def numbers_of(rank: int, size: int) -> np.ndarray:
 
 
 def exchanges_twice(rank: int, world: int, fan: int) -> list[Any]:
-    return [exchanges(rank, world, fan, seed) for seed in range(2)]
+    exchange.FAN = fan
+    return [exchanges(rank, world, seed) for seed in range(2)]
 
 
-def exchanges(rank: int, world: int, fan: int, seed: int) -> Any:
-    exchange, sleeps = Exchange("test", range(world), 60.0, fan), random.Random(100 * seed + rank)
+def exchanges(rank: int, world: int, seed: int) -> Any:
+    ours, sleeps = Exchange("test", range(world), 60.0), random.Random(100 * seed + rank)
     found: list[Any] = []
     for size in SIZES:
         time.sleep(sleeps.random() / 20)
-        found.append(exchange.sum(numbers_of(rank, size)).tobytes())
-        found.append(exchange.max(np.array([[rank, -rank], [-(2**63), 2**62 + rank]])).tolist())
-    found.append(exchange.gather(np.array([[rank, -(2**63) + rank]])).tolist())
-    found.append(exchange.gather(np.array(7 * rank)).tolist())
-    found.append(exchange.gather_texts(b"x" * rank, wanted=rank != 1))
+        found.append(summed(ours, numbers_of(rank, size)).tobytes())
+        found.append(ours.max(np.array([[rank, -rank], [-(2**63), 2**62 + rank]])).tolist())
+    found.append(ours.gather(np.array([[rank, -(2**63) + rank]])).tolist())
+    found.append(ours.gather(np.array(7 * rank)).tolist())
+    found.append(ours.gather_texts(b"x" * rank, wanted=rank != 1))
     return found
 
 
-@pytest.mark.parametrize(("world", "fan"), [(1, 64), (2, 64), (4, 2), (8, 3)])
+@pytest.mark.parametrize(("world", "fan"), [(1, 8), (2, 8), (4, 2), (8, 3), (5, 2)])
 def test_every_rank_gets_the_same_bits_in_each_run_whoever_comes_first(world: int, fan: int) -> None:
     found = run(exchanges_twice, world, fan)
     first = found[0][0]
@@ -78,12 +73,12 @@ def test_every_rank_gets_the_same_bits_in_each_run_whoever_comes_first(world: in
 
 
 def does_not_come(rank: int, world: int) -> str:
-    exchange = Exchange("test", range(world), 60.0 if rank else 0.2)
+    ours = Exchange("test", range(world), 60.0 if rank else 0.2)
     if rank:
         default_store().wait(["given up"])
         return ""
     with pytest.raises((TimeoutError, RuntimeError)) as told:
-        exchange.sum(np.ones(1))
+        summed(ours, np.ones(1))
     default_store().set("given up", "")
     return type(told.value).__name__
 
@@ -101,13 +96,13 @@ def beside_other_groups(rank: int, world: int) -> Any:
     groups = [dist.new_group([1, 3])]
     every = [Exchange("first", range(world), 60.0)]
     groups.append(dist.new_group([0, 1, 2]))
-    every.append(Exchange("second", range(world), 60.0, fan=2))
+    every.append(Exchange("second", range(world), 60.0))
     if rank in (1, 3):
         every.append(Exchange("pair", [3, 1], 60.0))
     else:
         with pytest.raises(ValueError, match=rf"expected ranks with this one, {rank}, got \(1, 3\)"):
             Exchange("pair", [1, 3], 60.0)
-    found = [each.sum(np.array([float(rank)])).tolist() for each in every]
+    found = [summed(each, np.array([float(rank)])).tolist() for each in every]
     groups.append(dist.new_group([2, 3]))
     pairs = zip(groups, ([1, 3], [0, 1, 2], [2, 3]), strict=True)
     return found, [summed_by(group) for group, members in pairs if rank in members]
@@ -122,7 +117,7 @@ def test_several_exchanges_and_the_users_own_groups_do_not_disturb_each_other() 
 
 def under_torchrun() -> None:
     dist.init_process_group("gloo")
-    assert Exchange("test", [0, 1], 60.0).sum(np.ones(3)).tolist() == [2.0] * 3
+    assert summed(Exchange("test", [0, 1], 60.0), np.ones(3)).tolist() == [2.0] * 3
     dist.destroy_process_group()
     print("exchanged", flush=True)
 
@@ -140,16 +135,6 @@ def test_ranks_that_torchrun_started_exchange() -> None:
     (ended,) = outcomes(is_torchrun, 1, init="", timeout=120)
     assert ended.code == 0, ended.output
     assert ended.output.count("exchanged") == 2
-
-
-def on_unlike_nodes(rank: int, world: int) -> Any:
-    """Two ranks on one node, and two nodes of one."""
-    os.environ["LOCAL_WORLD_SIZE"] = "2" if rank < 2 else "1"
-    return Exchange("test", range(world), 60.0).sum(np.ones(2)).tolist()
-
-
-def test_ranks_on_nodes_of_unlike_size_make_one_plan() -> None:
-    assert run(on_unlike_nodes, 4) == [[4.0, 4.0]] * 4
 
 
 def test_another_torch_without_a_store_to_give_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

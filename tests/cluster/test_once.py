@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import hookstats
 from hookstats import Site
-from hookstats.cluster.union import Placed, Share
+from hookstats.cluster.union import Place
 from hookstats.numbers.snapshot import Snapshot
 from tests import ranks
 from tests.cluster.steps import Here, job_of
@@ -33,7 +33,7 @@ class Ranks:
         made = []
         for rank, each in enumerate(values):
             apart = Site("norm", f"output[tp={rank % 2}]")
-            placed = Placed(3, "each", Share(peers=(rank // 2 * 2, rank // 2 * 2 + 1)), apart)
+            placed = Place(3, "each", peers=(rank // 2 * 2, rank // 2 * 2 + 1), site=apart)
             made.append({SITE: Here(each, 3, placed=placed)})
         job = job_of(made)
         for packer, apart in zip(job.packers, self.apart, strict=True):
@@ -72,8 +72,10 @@ def test_a_site_is_apart_from_its_first_difference_on_though_it_is_the_same_agai
     assert job.names(A, A, B, B) == APART
 
 
-def test_swapped_channels_are_a_difference() -> None:
-    assert Ranks().names(A, A.flip(0), B, B) == APART
+def test_an_infinity_of_the_other_sign_is_a_difference() -> None:
+    above, below = A.clone(), A.clone()
+    above[0, 0], below[0, 0] = torch.inf, -torch.inf
+    assert Ranks().names(above, below, B, B) == APART
 
 
 def test_zeros_and_nothing_are_no_difference() -> None:

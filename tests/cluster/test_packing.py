@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hookstats import ExponentBins, LinearBins, Snapshot
-from hookstats.cluster.union import OwnSite, Placed, Share
+from hookstats.cluster.union import OwnSite, Place
 from hookstats.numbers.fields import FIELDS, STATISTICS, Bins, Site, Skipped, Stats, histogram_shape
 from hookstats.numbers.frame import Sites, StepFrame
 from hookstats.records.wire import of_step, step_from
@@ -144,7 +144,7 @@ def test_a_parameter_counts_once_whoever_holds_it() -> None:
             {
                 plain: Here(values[0]),
                 sharded: Here(values[1][4 * half :][:4], placed=shard(8, 4 * half, rank - half)),
-                left: Here(values[2], placed=Placed(8, "each", Share(0, half == 0, half == 0))),
+                left: Here(values[2], placed=Place(8, "each", 0, half == 0, half == 0)),
             }
         )
     merged = snapshot_of(job_of(sites, ExponentBins()).merged())
@@ -372,8 +372,8 @@ def wander(seed: int, bins: Bins | None, rank: int) -> StepFrame:
     return layout.frame(words, hidden.tolist(), readings.tolist(), 4.0, **given)
 
 
-def counted_by_all(own: OwnSite) -> Placed:
-    return Placed(own.channels, "each", Share())
+def counted_by_all(own: OwnSite) -> Place:
+    return Place(own.channels, "each")
 
 
 @pytest.mark.parametrize("histogram", ["none", "per_tensor", "per_channel", "linear_per_channel"])

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from hookstats._warn import warn
 from hookstats.cluster.groups import Axis, Group, checked_placements, group_of
 from hookstats.cluster.placements import Placements, cuts_of, part_of
-from hookstats.cluster.union import OwnSite, Placed
+from hookstats.cluster.union import OwnSite, Place
 from hookstats.modules.sharding import LocalShard, Sharding
 from hookstats.numbers.fields import Site
 from tests.plain import hearing
@@ -39,10 +39,10 @@ def own(site: tuple[str, str], channels: int, dim: int = -1) -> OwnSite:
     return OwnSite(Site(*site), channels, True, 0 if "param" in site[1] else dim)
 
 
-def placed(model: nn.Module, site: tuple[str, str], held: LocalShard, group: Any = None, wanted: Any = None) -> Placed:
+def placed(model: nn.Module, site: tuple[str, str], held: LocalShard, group: Any = None, wanted: Any = None) -> Place:
     merged = group_of(dist.group.WORLD if group is None else group)
     names = [*(name for name, _ in model.named_modules()), *(name for name, _ in model.named_parameters())]
-    placements = Placements(model, merged, checked_placements(wanted, merged, names), warn)
+    placements = Placements(model, merged, checked_placements(wanted, merged, names), lambda key, text: warn(text))
     return placements.placing({Site(*site): held})(own(site, held.channels or 1))
 
 
@@ -109,11 +109,11 @@ def test_a_group_of_some_of_a_meshs_ranks_merges_what_these_hold() -> None:
         assert placed(model, ("weight", "param"), held)[:2] == (8, 0)
         found = placed(model, ("weight", "param"), held, mesh["dp"])
         assert found.channels == 4  # the rows 4 to 7
-        assert found.share.offset == 2
+        assert found.offset == 2
         assert found.owners == 1
         norm = LocalShard(1, Sharding(mesh, (Shard(0), Replicate()), 0, 2))
-        assert not placed(model, ("bias", "param"), norm).share.counts
-        assert placed(model, ("bias", "param"), norm, mesh["dp"]).share.counts
+        assert not placed(model, ("bias", "param"), norm).counts
+        assert placed(model, ("bias", "param"), norm, mesh["dp"]).counts
 
 
 def test_where_a_dimension_is_counted_from_another_end_it_is_told() -> None:
@@ -124,7 +124,7 @@ def test_where_a_dimension_is_counted_from_another_end_it_is_told() -> None:
             assert (found.channels, found.site, found.owners) == (channels, site, "each")
         assert placed(model, ("weight", "param"), LocalShard(6, None), wanted={"weight": Shard(-2)}).channels == 12
         assert placed(model, ("weight", "param"), LocalShard(6, None), wanted={"weight": Shard(1)}).channels == 6
-        assert not placed(model, ("", "output"), LocalShard(6, None), wanted={"": Replicate()}).share.counts
+        assert not placed(model, ("", "output"), LocalShard(6, None), wanted={"": Replicate()}).counts
         with hearing() as told:
             found = placed(model, ("", "output"), LocalShard(6, None), wanted={"": Shard(1)})
         assert found.site == Site("", "output[rank=1]")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hookstats import ExponentBins, LinearBins, Site
-from hookstats.cluster.union import OwnSite, Placed, Share, Table, TableRow, Tables, Union, checksum_of, whole
+from hookstats.cluster.union import OwnSite, Place, Table, TableRow, Tables, Union, checksum_of, whole
 from hookstats.numbers.fields import Bins, Skipped
 from hookstats.numbers.frame import StepFrame
 from tests.cluster.steps import BUDGET, Here, measured, placing_of, shard
@@ -18,7 +18,7 @@ A, B, C = Site("a", "output"), Site("слой.\ud800", "output[tp=1]"), Site("c"
 
 
 def row(site: Site = A, channels: int = 4, **fields: Any) -> TableRow:
-    return TableRow(site, channels, 512, True, -1, "each")._replace(**fields)
+    return TableRow(site, channels, True, True, -1, "each")._replace(**fields)
 
 
 def table(*rows: TableRow, bins: Bins | None = None, **fields: Any) -> Table:
@@ -33,17 +33,17 @@ def united(*tables: Table) -> Union:
 def test_a_table_comes_back_from_its_text(bins: Bins | None) -> None:
     sites = {A: Here(torch.ones(4, 2)), B: Here(keeps=False), C: Here(torch.ones(3, 2))}
     step = measured(sites, bins, scalars={"loss": 1.0}, skipped={Site("x", "output"): Skipped("no data", 1)})
-    here, text, _, shares = Tables(BUDGET, True).local(step)
+    here, text, _, places = Tables(BUDGET, True).local(step)
     again = Table.from_text(text)
     assert again.to_text() == text
     assert (again.rows, again.bins, again.unmeasured) == (here.rows, bins, (Site("x", "output"),))
     assert (again.scalars, again.budget, again.spread) == (("loss",), BUDGET, True)
-    assert shares == [Share()] * 3
+    assert places == [Place(4, "each"), Place(1, "each"), Place(3, "first")]
     assert [each.owners for each in here.rows] == ["each", "each", "first"]
 
 
 def test_pieces_are_not_in_the_table_and_everything_else_is() -> None:
-    def text(placed: Placed, **step: Any) -> bytes:
+    def text(placed: Place, **step: Any) -> bytes:
         sites = {A: Here(torch.ones(2, 2), placed=placed)}
         return Tables(BUDGET, False).local(measured(sites, **step), placing_of(sites)).text
 
@@ -52,7 +52,7 @@ def test_pieces_are_not_in_the_table_and_everything_else_is() -> None:
     others = [
         table(row(B)),
         table(row(channels=5)),
-        table(row(counters=0)),
+        table(row(has_bins=False)),
         table(row(keep_channels=False)),
         table(row(channel_dim=None)),
         table(row(group_size=2)),
@@ -98,7 +98,7 @@ def test_tables_are_made_once_for_each_layout_and_anew_where_something_has_come(
     skipped = tables.local(with_layout(step, skipped={A: Skipped("", 1), B: Skipped("", 1)}))[0]
     assert skipped.unmeasured == (B,)
     assert tables.local(with_layout(step))[0] is skipped
-    assert tables.local(with_layout(step), lambda row: Placed(8, "each", Share(6)))[0].rows[0].channels == 8
+    assert tables.local(with_layout(step), lambda row: Place(8, "each", 6))[0].rows[0].channels == 8
 
 
 def test_a_piece_that_does_not_lie_in_its_whole_is_refused() -> None:
@@ -110,7 +110,7 @@ def test_a_piece_that_does_not_lie_in_its_whole_is_refused() -> None:
 
 def test_a_site_may_be_merged_under_another_name() -> None:
     apart = Site("a", "output[tp=1]")
-    sites = {A: Here(torch.ones(4, 2), placed=Placed(4, "each", Share(), apart))}
+    sites = {A: Here(torch.ones(4, 2), placed=Place(4, "each", site=apart))}
     made, *_ = Tables(BUDGET, False).local(measured(sites), placing_of(sites))
     assert [each.site for each in made.rows] == [apart]
 
@@ -141,10 +141,10 @@ def test_who_counts_is_one_of_those_who_have_the_same() -> None:
 
 
 def test_histograms_of_other_bins_are_not_merged_and_that_is_told() -> None:
-    union = united(table(row()), Table((row(counters=66),), LinearBins(0, 1, 64)))
-    assert (union.bins, union.rows[0].counters) == (None, 0)
+    union = united(table(row()), Table((row(),), LinearBins(0, 1, 64)))
+    assert (union.bins, union.counters.tolist()) == (None, [0])
     assert union.notes == ["no histograms are merged, because not all ranks have the same bins"]
-    assert united(table(row()), table(row(counters=0))).rows[0].counters == 0
+    assert united(table(row()), table(row(has_bins=False))).counters.tolist() == [0]
 
 
 def test_spread_is_told_where_all_want_it_and_the_least_budget_holds() -> None:
@@ -155,5 +155,5 @@ def test_spread_is_told_where_all_want_it_and_the_least_budget_holds() -> None:
 
 
 def test_plain_tensors_are_whole_everywhere() -> None:
-    assert whole(OwnSite(A, 6, True, -1)) == Placed(6, "each", Share(0, True, True), None)
+    assert whole(OwnSite(A, 6, True, -1)) == Place(6, "each")
     assert whole(OwnSite(C, 6, True, -1)).owners == "first"

@@ -47,6 +47,7 @@ class Case(NamedTuple):
     fault: Callable[[int], bool] = lambda step: True  # False: the optimizer does not step
     after: Callable[[int], object] = lambda step: None  # the optimizer's step
     is_kept: Callable[[int], bool] = lambda step: False  # gradients are added to
+    group: Any = None  # the ranks that are merged; None: all
 
     def train(self, step: int) -> None:
         self.loss(step).backward()
@@ -149,7 +150,7 @@ def parallel_by_hand(rank: int, world: int) -> Case:
 def trained(rank: int, world: int, make: Callable[[int, int], Case]) -> tuple[list[Finding], list[Any]]:
     """The findings on replicas; and the drifts of each step."""
     case, judge = make(rank, world), Judge()
-    monitor = hookstats.attach(case.model, every=1, process_group=dist.group.WORLD)
+    monitor = hookstats.attach(case.model, every=1, process_group=case.group or dist.group.WORLD)
     MONITORS.append(monitor)
     snapshots = []
     for step in range(STEPS):
