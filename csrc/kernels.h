@@ -119,6 +119,46 @@ struct Sampled {
   Dtype dtype;
 };
 
+// A tensor and its gradient, read together at some places along one dimension: a term of an identity. Of each place
+// there are kJointSums numbers, sums over its elements: of w g, of (w g)^2, and of w^2.
+constexpr int kJointSums = 3;
+struct JointTerm {
+  static constexpr int kMaxDims = 4;  // beside that of the places, where they do not merge
+
+  const void *weight, *gradient;  // null gradient: it is 0
+  Dtype weight_dtype, gradient_dtype;
+  const int64_t* places;  // [count]; those from `begin` on, `size` of them, are here, and the sums of others are 0
+  double* out;            // [count, kJointSums]
+  int64_t count, begin, size;
+  double offset;                       // what is added to w before it is multiplied by g
+  int64_t weight_step, gradient_step;  // from one place to the next
+  // The elements of a place are `runs` runs of `run`, along its longest dimension. The others are short.
+  int64_t run, weight_stride, gradient_stride;
+  unsigned runs;
+  int ndim;
+  unsigned extent[kMaxDims - 1];
+  int64_t run_in_weight[kMaxDims - 1], run_in_gradient[kMaxDims - 1];
+
+  // Where a run of the place at `at` begins.
+  HOOKSTATS_HD void find_run(unsigned number, int64_t at, int64_t& in_weight, int64_t& in_gradient) const {
+    in_weight = at * weight_step;
+    in_gradient = at * gradient_step;
+    for (int d = 0; d < ndim; ++d) {
+      const unsigned i = number % extent[d];
+      in_weight += i * run_in_weight[d];
+      in_gradient += i * run_in_gradient[d];
+      number /= extent[d];
+    }
+  }
+};
+
+HOOKSTATS_HD inline void add_joint(double w, double g, double offset, double* sums) {
+  const double product = (w + offset) * g;
+  sums[0] += product;
+  sums[1] += product * product;
+  sums[2] += w * w;
+}
+
 // A site's state. `moments` is [kFields, channels], its rows `row_stride` doubles apart.
 struct State {
   double* moments;
@@ -159,6 +199,8 @@ void totals(const State* states, int64_t count, int64_t* out, ParallelFor parall
 void softmax_rows(const SoftmaxRows& rows, Dtype dtype, void* out, ParallelFor parallel_for);
 
 void sample(const std::vector<Sampled>& tensors);
+
+void joint_sums(const std::vector<JointTerm>& terms, ParallelFor parallel_for);
 
 }  // namespace cpu
 
@@ -257,6 +299,11 @@ constexpr int kSamples = 96;  // tensors of one launch: the table of them travel
 
 // One launch for each kSamples tensors, none where all are empty.
 const char* sample(const std::vector<Sampled>& tensors, const Launch& launch);
+
+constexpr int kJointTerms = 128;  // of one launch, with which they travel
+
+// One launch for each kJointTerms terms, each of which has at least one place.
+const char* joint_sums(const std::vector<JointTerm>& terms, void* stream, int device);
 
 // At least one row; `out` as on the CPU.
 const char* softmax_rows(const SoftmaxRows& rows, Dtype dtype, void* out, void* stream, int device);

@@ -7,6 +7,7 @@
 #include "copies.cpp"
 #include "devices.cpp"
 #include "inputs.cpp"
+#include "joint.cpp"
 #include "samples.cpp"
 #include "softmax_rows.cpp"
 #include "totals.cpp"

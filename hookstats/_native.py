@@ -119,6 +119,8 @@ softmax_rows = OPS.softmax_rows
 # sample(tensors, values, active, differences): of each tensor the elements of csrc/sample.h as float32 (float64 of
 # float64) into its values; by how much these change into its differences, unless that is []. All lie on one device.
 sample = OPS.sample
+# joint_sums(weights, gradients, terms, places): csrc/joint.cpp.
+joint_sums = OPS.joint_sums
 merge = OPS.merge  # merge(moments, counters, histogram, from...): a state into another, or all its channels into one
 clear = OPS.clear  # clear(blocks): makes them zero between two kernels
 operator = OPS.define

@@ -23,7 +23,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _OF_MERE_SHAPES = ("accumulate", "merge")  # they return nothing
 _NAMES = [*_OF_MERE_SHAPES, "sample", "softmax_rows", "part", "clear", "make_site", "fold", "let_go", "capture_on"]
 _NAMES += ["begin_closing", "end_closing", "reserve_scratch", "load_kernels", "make_copies", "take_copies"]
-_NAMES += ["make_totals", "totals_table", "take_totals", "make_batch", "accumulate_batch", "batch_tables"]
+_NAMES += ["joint_sums", "make_totals", "totals_table", "take_totals", "make_batch", "accumulate_batch", "batch_tables"]
 
 
 def has_no_data(x: torch.Tensor) -> bool:

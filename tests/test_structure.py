@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "attaching": {"_native", "cluster", "identities", "language", "modules", "numbers", "watch"},
     "calibration": {"attaching", "modules", "numbers", "watch"},
     "presets": {"language", "modules", "watch"},
-    "identities": {"modules", "numbers", "tools", "watch"},
+    "identities": {"_native", "modules", "numbers", "tools", "watch"},
     "tools": {"_figure", "_native", "_warn", "modules", "numbers"},
     "rules": {"numbers"},
     "comparing": {"numbers", "records"},

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hookstats.identities.spreads import Spread, owners_of, spread_of, unit_of
-from hookstats.identities.terms import Break, Identity, Term, judge
+from hookstats.identities.layout import Layout, Part
+from hookstats.identities.spreads import Spread, unit_of
+from hookstats.identities.terms import Break, Identity, judge
 from hookstats.numbers.fields import Array
 from hookstats.numbers.identities import MANY, Named
 from hookstats.tools.undo import bare
@@ -66,75 +67,66 @@ class Identities:
             raise ValueError(f"check: expected a model with the parameter {missing[0]!r}, got {type(model).__name__}")
         before = {name: each.grad for name, each in parameters.items()}
         modules = dict(model.named_modules())
-        spreads = {name: Spread() for name in owners_of(self.identities) if name in modules}
+        layout = Layout(self.identities, lambda name: parameters[name].dim())
+        spreads = layout.spreads(modules)
         handles = [modules[name].register_forward_hook(spread) for name, spread in spreads.items()]
         try:
             for each in parameters.values():
                 each.grad = None
             run()
             with torch.no_grad():
-                return self._judge(parameters, spreads)
+                return self._judge(parameters, layout, spreads)
         finally:
             for handle in handles:
                 handle.remove()
             for name, each in parameters.items():
                 each.grad = before[name]
 
-    def _judge(self, parameters: dict[str, nn.Parameter], spreads: dict[str, Spread]) -> Checked:
+    def _judge(self, parameters: dict[str, nn.Parameter], layout: Layout, spreads: dict[str, Spread]) -> Checked:
+        found, read = self._read(parameters, layout)
+        compared = [each.cpu().numpy() for each in layout.compare(read, spreads)]
+        woken = {place_of(name): name for name in self.unseen if found[name].moves}
         given, left_out = list[tuple[Identity, list[Named], list[Named], Array]](), dict[str, str]()
-        read = self._read(parameters)
-        woken = {place_of(name): name for name in self.unseen if read[name].moves}
-        for each in self.identities:
-            reason = _reason(each, read, parameters, woken)
+        for number, each in enumerate(self.identities):
+            reason = _reason(each, found, parameters, woken)
             if reason is not None:
                 left_out[str(each)] = reason
                 continue
-            sides = [
-                [(term, read[term.parameter].sums[_key(term)]) for term in side] for side in (each.left, each.right)
-            ]
             left, right = (
-                [(t.parameter, t.grouped(sums[0], each.groups).numpy()) for t, sums in side] for side in sides
+                [
+                    (owner.parameter, compared[0][owner.values])
+                    for owner in layout.owners_of[number]
+                    if owner.side == side
+                ]
+                for side in range(2)
             )
-            of_left, of_right = (
-                [sums[2] if parameters[t.parameter].dim() > 1 else None for t, sums in side] for side in sides
-            )
-            spread = spread_of(each, spreads, of_left, of_right, torch.device("cpu"))
-            squares = torch.stack([t.grouped(sums[1], each.groups) for side in sides for t, sums in side]).sum(0)
+            squares, spread = (values[layout.groups[number]] for values in compared[1:])
             unit = unit_of(each, spreads, [parameters[name] for name in each.parameters])
-            variance = (squares if spread is None else squares + spread) * unit**2
-            given.append((each, left, right, variance.numpy()))
+            given.append((each, left, right, (squares + spread) * unit**2))
         broken = [judge(*one, ()) is not None for one in given]
         held = {name for one, off in zip(given, broken, strict=True) if not off for name in one[0].parameters}
         breaks = [judge(*one, held) for one, off in zip(given, broken, strict=True) if off]
         return Checked([each for each in breaks if each is not None], len(given), left_out)
 
-    def _read(self, parameters: dict[str, nn.Parameter]) -> dict[str, _Read]:
-        """Return what is needed of each parameter, which is put together once where ranks have parts of it."""
-        terms: dict[str, list[Term]] = {name: [] for name in self.unseen}
-        for each in self.identities:
-            for term in (*each.left, *each.right):
-                terms.setdefault(term.parameter, []).append(term)
-        found = dict[str, _Read]()
-        for name in sorted(terms):  # in one order on all ranks
+    def _read(self, parameters: dict[str, nn.Parameter], layout: Layout) -> tuple[dict[str, _Gradient], torch.Tensor]:
+        """Return what is to be known of each gradient, and all sums. What ranks have parts of is put together."""
+        held = {name for each in self.identities for name in each.parameters}
+        found, read = dict[str, _Gradient](), torch.zeros((), dtype=torch.float64)
+        for name in sorted({*held, *self.unseen}):  # in one order on all ranks
             parameter = parameters[name]
             # All ranks take part, also those to which no gradient came.
             gradient = _whole(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-            weight = _whole(parameter.detach()) if terms[name] else gradient
-            sums = {_key(term): term.per_place(weight, gradient, term.places).cpu() for term in terms[name]}
-            found[name] = _Read(bool(gradient.any()), bool(gradient.isfinite().all()), sums)
-        return found
+            found[name] = _Gradient(bool(gradient.any()), bool(gradient.isfinite().all()))
+            if name in held:
+                part = {name: Part(_whole(parameter.detach()), gradient)}
+                parts = {number: part for number, each in enumerate(self.identities) if name in each.parameters}
+                read = read + layout.read(parts, torch.device("cpu"))
+        return found, read
 
 
-class _Read(NamedTuple):
-    """The numbers of a parameter that a check needs."""
-
-    moves: bool  # its gradient is not 0
+class _Gradient(NamedTuple):
+    moves: bool  # it is not 0
     is_finite: bool
-    sums: dict[tuple[Any, ...], torch.Tensor]  # of each of its terms, as of Term.per_place
-
-
-def _key(term: Term) -> tuple[Any, ...]:
-    return term.dim, term.offset, tuple(term.places.tolist())
 
 
 class Checked:
@@ -178,7 +170,7 @@ def place_of(name: str) -> str:
 
 
 def _reason(
-    identity: Identity, read: dict[str, _Read], parameters: dict[str, nn.Parameter], woken: dict[str, str]
+    identity: Identity, read: dict[str, _Gradient], parameters: dict[str, nn.Parameter], woken: dict[str, str]
 ) -> str | None:
     """Return why an identity is not judged.
 

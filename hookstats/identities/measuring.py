@@ -1,7 +1,7 @@
 """Both sides of identities in each measured step: after the last backward, before an optimizer or clipping changes it.
 
 Of each identity at most 64 sums are read, the same in all steps and on all ranks, so that they can be compared and
-merged: runs of four adjacent channels, which lie in one sector of memory, spread over all of them. What is measured
+merged: runs of four adjacent channels, which lie in one sector of memory, spread over all. What is measured
 goes to sites of its own: "identity.3.left" and "identity.3.right" of each parameter of an identity, by its number, and
 beside them "identity.3.rounding", the variance of their difference.
 """
@@ -11,15 +11,16 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from hookstats import _native
 from hookstats.identities.checking import Identities, place_of
-from hookstats.identities.spreads import Spread, owners_of, spread_of, unit_of
+from hookstats.identities.layout import Compared, Layout, Part
+from hookstats.identities.spreads import unit_of
 from hookstats.identities.terms import UNIT, Identity, Term
 from hookstats.modules import order
 from hookstats.modules.selection import Slot, clean_names
@@ -37,16 +38,19 @@ MOST = 64  # sums of an identity
 _RUN = 4  # of which so many are adjacent
 
 
-@dataclass
-class _Watched:
-    """An identity of whose sums some are measured."""
+class _Watched(NamedTuple):
+    """An identity of whose sums some are measured.
+
+    Attributes:
+        owners: of the sites of both sides, in the layout's order, then of what rounding may do.
+        rare: parameters that did not run when identities were found, and may now.
+    """
 
     number: int
     identity: Identity  # with these sums alone
-    owners: list[tuple[int, Parameter, Owner, list[Term]]]  # the side, and whose sums go to which site
-    rounding: Owner
     names: list[str]
-    rare: list[str] = field(default_factory=list)  # parameters that did not run when identities were found, and may now
+    owners: list[Owner]
+    rare: list[str]
 
 
 class _Problem(Exception):
@@ -78,28 +82,13 @@ class JointSums:
         parallel = nn.parallel.DistributedDataParallel
         self._reducing = [weakref.ref(each) for each in model.modules() if isinstance(each, parallel)]
         self._parameters: dict[str, Parameter] = {}
-        self.watched = [self._watch(number, each) for number, each in enumerate(identities.identities)]
-        places: dict[str, list[str]] = {}
+        chosen = [sampled(each) for each in identities.identities]
+        self._layout = Layout(chosen, lambda name: _dims(self._parameter(name).get()))
+        unseen: dict[str, list[str]] = {}
         for name in identities.unseen:
-            places.setdefault(place_of(name), []).append(name)
-        for each in self.watched:
-            each.rare = [name for place in {place_of(name) for name in each.names} for name in places.get(place, [])]
-            for name in each.rare:
-                self._parameter(name)
-        chosen = [each.identity for each in self.watched]
-        channels: dict[str, dict[int, list[torch.Tensor]]] = {}
-        for identity in chosen:
-            channels.setdefault(identity.module, {}).setdefault(identity.channel_dim, []).append(identity.channels)
-        self._spreads = {
-            name: Spread(
-                {dim: torch.cat(parts).unique() for dim, parts in channels.get(name, {}).items()},
-                self._is_measuring,
-                partial(self._fail, name),
-            )
-            for name in owners_of(chosen)
-            if name in self._modules
-        }
-        self._terms: dict[tuple[int, torch.device], Term] = {}  # by their ids
+            unseen.setdefault(place_of(name), []).append(name)
+        self.watched = [self._watch(number, each, unseen) for number, each in enumerate(chosen)]
+        self._spreads = self._layout.spreads(self._modules, self._is_measuring, self._fail)
         self._step = store.clears  # the open one
         self._done = set[int]()  # numbers, in this step
         self.left_out: dict[int, str] = {}  # of which at their latest step, with the reason
@@ -110,11 +99,10 @@ class JointSums:
         self._modules = {}  # it does not keep the model alive
         return found
 
-    def _fail(self, name: str, error: Exception) -> None:
+    def _fail(self, error: Exception) -> None:
         if self._store.strict:
             raise error
-        problem = f"what rounding explains of identities could not be measured at {name!r}: {error!r}"
-        self._binder.warn_once(("identity", name), problem)
+        self._binder.warn_once("spread", f"what rounding explains of identities could not be measured: {error!r}")
 
     def _parameter(self, name: str) -> Parameter:
         if name not in self._parameters:
@@ -126,17 +114,17 @@ class JointSums:
             self._parameters[name] = Parameter(len(self._parameters), name, Slot(module, key), True, None)
         return self._parameters[name]
 
-    def _watch(self, number: int, identity: Identity) -> _Watched:
-        some = sampled(identity)
-        owners = []
-        for side, terms in enumerate((some.left, some.right)):
-            for name in dict.fromkeys(term.parameter for term in terms):
-                parameter = self._parameter(name)
-                of_it = [term for term in terms if term.parameter == name]
-                owners.append((side, parameter, self._add(parameter, number, SIDES[side], some.groups), of_it))
-        first = owners[0][1]
-        names = list(dict.fromkeys(some.parameters))
-        return _Watched(number, some, owners, self._add(first, number, ROUNDING, some.groups), names)
+    def _watch(self, number: int, identity: Identity, unseen: dict[str, list[str]]) -> _Watched:
+        owners = [
+            self._add(self._parameter(each.parameter), number, SIDES[each.side], identity.groups)
+            for each in self._layout.owners_of[number]
+        ]
+        owners.append(self._add(owners[0][0], number, ROUNDING, identity.groups))
+        names = list(dict.fromkeys(identity.parameters))
+        rare = [name for place in {place_of(name) for name in names} for name in unseen.get(place, [])]
+        for name in rare:
+            self._parameter(name)
+        return _Watched(number, identity, names, owners, rare)
 
     def _add(self, parameter: Parameter, number: int, part: str, groups: int) -> Owner:
         tensor, kind = parameter.get(), tensor_of(number, part)
@@ -172,93 +160,79 @@ class JointSums:
             self._binder.warn_once("identities", f"identities could not be measured: {error!r}")
 
     def _fold(self, optimizer: Any) -> None:
+        due, parts = self._due(optimizer)
+        if not due:
+            return
+        home = parts[due[0].number][due[0].names[0]].weight.device
+        read = self._layout.read(parts, home)
+        found = self._layout.compare(read, self._spreads)
+        scale = getattr(optimizer, "grad_scale", None)
+        variances = self._variances(due, parts, found, scale)
+        values = found.values if scale is None else found.values / scale.to(home, torch.float64)
+        owners: list[Owner] = []
+        tensors: list[torch.Tensor | None] = []
+        for each in due:
+            of_sides = [values[owner.values] for owner in self._layout.owners_of[each.number]]
+            for owner, sums in zip(each.owners, [*of_sides, variances[each.number]], strict=True):
+                owners.append(owner)
+                tensors.append(sums[None].to(owner[0].entries[owner[1]].place.device))
+        self._batches.accumulate(owners, tensors)
+
+    def _due(self, optimizer: Any) -> tuple[list[_Watched], dict[int, dict[str, _Part]]]:
+        """Return the identities that are measured now, and this process's parts of their parameters."""
         groups = [] if optimizer is None else optimizer.param_groups
         stepping = None if optimizer is None else {id(each) for group in groups for each in group["params"]}
-        owners, values = self._measure(stepping, getattr(optimizer, "grad_scale", None))
-        self._batches.accumulate(owners, values)
-
-    def _measure(
-        self, stepping: set[int] | None, grad_scale: torch.Tensor | None
-    ) -> tuple[list[Owner], list[torch.Tensor | None]]:
-        owners: list[Owner] = []
-        values: list[torch.Tensor | None] = []
+        due: list[_Watched] = []
+        parts: dict[int, dict[str, _Part]] = {}
         for each in self.watched:
             if each.number in self._done:
                 continue
-            own = [parameter.get() for _, parameter, *_ in each.owners]
-            if stepping is not None and not any(id(tensor) in stepping for tensor in own):
+            own = {name: self._parameters[name].get() for name in each.names}
+            if stepping is not None and not any(id(tensor) in stepping for tensor in own.values()):
                 continue
-            is_all = stepping is None or all(id(tensor) in stepping for tensor in own)
+            is_all = stepping is None or all(id(tensor) in stepping for tensor in own.values())
             try:
-                found = self._sums(each, is_all, grad_scale)
-            except _Problem as problem:
-                self.left_out[each.number] = str(problem)
-                continue
+                self._check(each, own, is_all)
+                found = {name: _Part(tensor) for name, tensor in own.items() if tensor is not None}
+                self._check_ranks(each.identity, found)
             except Exception as error:
-                if self._store.strict:
+                if self._store.strict and not isinstance(error, _Problem):
                     raise
-                self._binder.leave_out([each.rounding[0].entries[each.rounding[1]]], error)
-                self.left_out[each.number] = repr(error)
+                self.left_out[each.number] = str(error)
                 continue
             self._done.add(each.number)
             self.left_out.pop(each.number, None)
-            fed = [owner for _, _, owner, _ in each.owners] + [each.rounding]
-            owners += fed
-            devices = [owner.entries[kind].place.device for owner, kind in fed]
-            values += [sums[None].to(device) for sums, device in zip(found, devices, strict=True)]
-        return owners, values
+            due.append(each)
+            parts[each.number] = found
+        return due, parts
+
+    def _variances(
+        self, due: list[_Watched], parts: dict[int, dict[str, _Part]], found: Compared, grad_scale: torch.Tensor | None
+    ) -> dict[int, torch.Tensor]:
+        """Return the variance of the difference of both sides of each identity."""
+        home, spread = found.spread.device, found.spread
+        if grad_scale is None and self._scaling is not None:
+            of_backward = 1.0 if self._scaling.scale is None else self._scaling.scale
+            spread = spread / torch.as_tensor(of_backward, device=home, dtype=torch.float64) ** 2
+        variance = found.squares + spread
+        if grad_scale is not None:
+            variance = variance / grad_scale.to(home, torch.float64) ** 2
+        least = UNIT[torch.bfloat16] if any(_is_reduced_coarsely(each()) for each in self._reducing) else 0.0
+        by_number = {}
+        for each in due:
+            unit = unit_of(each.identity, self._spreads, [part.weight for part in parts[each.number].values()])
+            own = variance[self._layout.groups[each.number]] * max(unit, least) ** 2
+            for name in each.rare:  # what has no part in the proof has come: NaN is not judged
+                tensor = self._parameters[name].get()
+                if tensor is not None and tensor.grad is not None:
+                    own = torch.where(local_part(tensor.grad).any().to(home), torch.nan, own)
+            by_number[each.number] = own
+        return by_number
 
     @property
     def reasons(self) -> Counter[str]:
         """Count the identities that were left out at their latest step, by the reason."""
         return Counter(self.left_out.values())
-
-    def _sums(self, each: _Watched, is_all: bool, grad_scale: torch.Tensor | None) -> list[torch.Tensor]:
-        """Return the sums of each owner, and the variance of the difference of both sides."""
-        tensors = {parameter.name: parameter.get() for _, parameter, *_ in each.owners}
-        self._check(each, tensors, is_all)
-        identity = each.identity
-        parts = {name: _Part(tensor) for name, tensor in tensors.items() if tensor is not None}
-        device = parts[each.owners[0][1].name].weight.device
-        self._check_ranks(identity, parts)
-        sums: list[torch.Tensor] = []
-        of_squares = torch.zeros(identity.groups, dtype=torch.float64, device=device)
-        weights: dict[int, torch.Tensor | None] = {}
-        for _, parameter, _, terms in each.owners:
-            part, own = parts[parameter.name], torch.zeros_like(of_squares)
-            for term in terms:
-                here = self._term_on(term, part.weight.device)
-                read = part.read(term, here).to(device)
-                own += here.grouped(read[0], identity.groups)
-                of_squares += here.grouped(read[1], identity.groups)
-                weights[id(term)] = read[2] if part.weight.dim() > 1 else None
-            sums.append(own)
-        of_left, of_right = ([weights[id(term)] for term in side] for side in (identity.left, identity.right))
-        spread = spread_of(identity, self._spreads, of_left, of_right, device)
-        if spread is not None and grad_scale is None and self._scaling is not None:
-            of_backward = 1.0 if self._scaling.scale is None else self._scaling.scale
-            spread = spread / torch.as_tensor(of_backward, device=device, dtype=torch.float64) ** 2
-        unit = unit_of(identity, self._spreads, [part.weight for part in parts.values()])
-        if any(_is_reduced_coarsely(each()) for each in self._reducing):
-            unit = max(unit, UNIT[torch.bfloat16])
-        variance = (of_squares if spread is None else of_squares + spread) * unit**2
-        if grad_scale is not None:
-            scale = grad_scale.to(device, torch.float64)
-            sums, variance = [own / scale for own in sums], variance / scale**2
-        if each.rare:
-            came = [t.grad for name in each.rare if (t := self._parameters[name].get()) is not None]
-            for gradient in came:  # what has no part in the proof has come: NaN is not judged
-                if gradient is not None:
-                    moves = local_part(gradient).any().to(device)
-                    variance = torch.where(moves, torch.nan, variance)
-        return [*sums, variance]
-
-    def _term_on(self, term: Term, device: torch.device) -> Term:
-        """Return a term whose numbers of channels lie on a device, to which they are copied once."""
-        key = id(term), device
-        if key not in self._terms:
-            self._terms[key] = replace(term, places=term.places.to(device), groups=term.groups.to(device))
-        return self._terms[key]
 
     def _check(self, each: _Watched, tensors: dict[str, torch.Tensor | None], is_all: bool) -> None:
         """Raise a _Problem where sums would say nothing."""
@@ -273,6 +247,8 @@ class JointSums:
             gradient = gradients[name]
             if gradient is not None and local_part(gradient).layout != torch.strided:
                 raise _Problem("a gradient is sparse")
+            if not {tensor.dtype, tensor.dtype if gradient is None else gradient.dtype} <= {*_native.DTYPES}:
+                raise _Problem(f"it is of {tensor.dtype}")
             owner, _, key = name.rpartition(".")
             known = self._spreads[owner].versions.get(key) if owner in self._spreads else None
             if known is not None and known[0] == id(tensor) and known[1] != tensor._version:
@@ -297,19 +273,24 @@ class JointSums:
             part.times = 1.0
 
 
-class _Part:
-    """This process's part of a parameter and of its gradient."""
+class _Part(Part):
+    """This process's part of a DTensor.
+
+    Attributes:
+        cuts: dimensions of which other ranks have parts.
+        is_partial: the gradient is yet to be summed over ranks.
+        ranks: those that have the other parts.
+        times: by which sums are multiplied, so that their mean over the ranks is the whole's.
+    """
 
     def __init__(self, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
-        self.weight = local_part(parameter.detach())
-        self.gradient = torch.zeros_like(self.weight) if gradient is None else local_part(gradient.detach())
-        if self.gradient.shape != self.weight.shape:
+        super().__init__(local_part(parameter.detach()), None if gradient is None else local_part(gradient.detach()))
+        if self.gradient is not None and self.gradient.shape != self.weight.shape:
             raise _Problem("a gradient lies on the ranks in another way than its parameter")
-        self.begin, self.cuts = [0] * self.weight.dim(), set[int]()
+        self.cuts = set[int]()
         self.is_partial = False
         self.ranks = frozenset[int]()
-        self.times = 1.0  # by which sums are multiplied, so that their mean over the ranks is the whole's
         if is_dtensor(parameter):
             self._place(parameter, gradient)
 
@@ -339,19 +320,12 @@ class _Part:
         """Return which of a term's places are here as a whole, a mask; None: other ranks have parts of these."""
         if self.is_partial or self.cuts - {term.dim}:
             return None
-        begin = self.begin[term.dim]
+        begin = self.begin[term.dim] if self.begin else 0
         return (term.places >= begin) & (term.places < begin + self.weight.shape[term.dim])
 
-    def read(self, term: Term, on_device: Term) -> torch.Tensor:
-        """Return `Term.per_place`, with zeros for what is not here. on_device: the same term."""
-        if term.dim not in self.cuts:
-            return on_device.per_place(self.weight, self.gradient, on_device.places) * self.times
-        begin = self.begin[term.dim]
-        here = (term.places >= begin) & (term.places < begin + self.weight.shape[term.dim])
-        some = term.per_place(self.weight, self.gradient, term.places[here] - begin)
-        found = some.new_zeros((3, len(here)))
-        found[:, here.nonzero()[:, 0].to(found.device)] = some
-        return found * self.times
+
+def _dims(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None or isinstance(tensor, nn.parameter.UninitializedParameter) else tensor.dim()
 
 
 def _is_reduced_coarsely(model: Any) -> bool:

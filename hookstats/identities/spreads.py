@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from hookstats import _native
 from hookstats.identities.runs import tensors_in
 from hookstats.identities.terms import COARSEST, UNIT, Identity
 from hookstats.modules.order import ModuleHook
 
-_ROWS = 64  # of an input, of which the mean square is taken where channels are chosen
+_ROWS = 64  # of a tensor, of which the mean square is taken
 _TF32 = 2.0**-11
-Squares = list[torch.Tensor | None]  # of each term of a side the sums of w^2 of its places; None: of a vector
 
 
 class Spread(ModuleHook):
@@ -27,16 +27,20 @@ class Spread(ModuleHook):
 
     def __init__(
         self,
-        channels: Mapping[int, torch.Tensor] | None = None,
-        is_on: Callable[[], bool] | None = None,
+        channels: Mapping[int, torch.Tensor],
+        is_reader: bool,
+        is_on: Callable[[], bool] = lambda: True,
         fail: Callable[[Exception], None] | None = None,
     ) -> None:
-        """channels: by their dimension, -1 or 1, those that are read; None: all, along both.
+        """channels: of the output, by their dimension, -1 or 1, those that are read. is_reader: of an identity.
 
         is_on: whether anything is measured. fail: is told what goes wrong; None: that is raised.
         """
         self._channels = channels
-        self._on: dict[tuple[int, torch.device], torch.Tensor] = {}  # the same, where tensors were
+        self._last = {dim: int(some[-1]) for dim, some in channels.items()}
+        self._places: dict[tuple[int, torch.device], torch.Tensor] = {}  # the same, where tensors were
+        self._tables: dict[tuple[int, int], torch.Tensor] = {}  # by that dimension, and how many a tensor has
+        self._is_reader = is_reader
         self._is_on = is_on
         self._fail = fail
         self.clear()
@@ -46,12 +50,11 @@ class Spread(ModuleHook):
         self.dtypes = set[torch.dtype]()
         self.versions: dict[str, tuple[int, int]] = {}
         self.gradient: torch.Tensor | None = None  # the mean square of the output's gradient, added up over calls
-        # By the dimension of channels, added up over calls: N ms(y) ms(dy), ms(x) sum dy^2, sum y^2.
-        self._sums: dict[tuple[str, int], torch.Tensor] = {}
+        self._sums: dict[int, torch.Tensor] = {}
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """Wait for the output's gradient."""
-        if torch.compiler.is_compiling() or torch._C._is_tracing() or (self._is_on is not None and not self._is_on()):
+        if torch.compiler.is_compiling() or torch._C._is_tracing() or not self._is_on():
             return
         self._carefully(self._see, module, args, output)
 
@@ -65,7 +68,7 @@ class Spread(ModuleHook):
             self._fail(error)
 
     def _see(self, module: nn.Module, args: Any, output: Any) -> None:
-        outputs, inputs = tensors_in(output), tensors_in(args)
+        outputs = [output] if isinstance(output, torch.Tensor) else tensors_in(output)
         if not outputs or not outputs[0].requires_grad or not outputs[0].dim():
             return
         self.versions = {
@@ -75,9 +78,14 @@ class Spread(ModuleHook):
         }
         y = _local(outputs[0])
         self.dtypes.add(y.dtype)
-        dims = [dim for dim in ((-1, 1) if y.dim() > 2 else (-1,)) if self._channels is None or dim in self._channels]
-        squares = {dim: _squares(self._chosen(y, dim), dim) for dim in dims if self._has(y, dim)}
-        size = self._mean_square(_local(inputs[0])) if inputs else torch.zeros((), device=y.device)
+        # Where a tensor has no channels beside its rows, both dimensions would be one; a rank's part may lack some.
+        dims = [dim for dim in self._channels if (dim == -1 or y.dim() > 2) and self._has(y, dim)]
+        if not dims and not self._is_reader:
+            return
+        squares = {dim: self._squares(y, dim) for dim in dims}
+        inputs = tensors_in(args) if dims else []
+        is_known = bool(inputs) and inputs[0].is_floating_point()
+        size = _mean_square(_local(inputs[0])) if is_known else torch.zeros((), device=y.device)
 
         def arrived(gradient: torch.Tensor) -> torch.Tensor | None:
             self._carefully(self._add, squares, size, _local(gradient))
@@ -86,74 +94,38 @@ class Spread(ModuleHook):
         outputs[0].register_hook(arrived)
 
     def _has(self, y: torch.Tensor, dim: int) -> bool:
-        """Return whether a tensor has the chosen channels: a rank's part of it may not."""
-        return self._channels is None or int(self._channels[dim].max()) < y.shape[dim]
+        return self._last[dim] < y.shape[dim]
 
-    def _chosen(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        if self._channels is None:
-            return tensor.detach()
+    def _squares(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return the sum of squares of each chosen channel."""
         key = dim, tensor.device
-        if key not in self._on:
-            self._on[key] = self._channels[dim].to(tensor.device)
-        return tensor.detach().index_select(dim, self._on[key])
-
-    def _mean_square(self, tensor: torch.Tensor) -> torch.Tensor:
-        some = tensor.detach()
-        if self._channels is not None and some.dim() > 1:
-            longest = max(range(some.dim() - 1), key=lambda dim: some.shape[dim])
-            some = some.movedim(longest, 0)[:: max(some.shape[longest] // _ROWS, 1)]
-        return some.double().square().mean() if some.numel() else torch.zeros((), device=tensor.device)
+        if key not in self._places:
+            self._places[key] = self._channels[dim].to(tensor.device)
+        places, shape = self._places[key], (dim, tensor.dim())
+        if shape not in self._tables:
+            self._tables[shape] = torch.tensor([[0, dim % tensor.dim(), 0, 0, len(places), 0]])
+        found: torch.Tensor = _native.joint_sums([tensor.detach()], [None], self._tables[shape], places)
+        return found[:, 2]
 
     def _add(self, squares: dict[int, torch.Tensor], size: torch.Tensor, gradient: torch.Tensor) -> None:
-        mean = self._mean_square(gradient)
-        self.gradient = mean if self.gradient is None else self.gradient + mean
+        if self._is_reader:
+            mean = _mean_square(gradient)
+            self.gradient = mean if self.gradient is None else self.gradient + mean
         for dim, square in squares.items():
-            chosen = self._chosen(gradient, dim)
-            of_gradient = _squares(chosen, dim)
-            rows = max(chosen.numel() // max(len(square), 1), 1)
-            for what, product in (("both", square * of_gradient / rows), ("x", size * of_gradient), ("y", square)):
-                known = self._sums.get((what, dim))
-                self._sums[what, dim] = product if known is None or known.shape != product.shape else known + product
+            of_gradient = self._squares(gradient, dim)
+            rows = max(gradient.numel() // gradient.shape[dim], 1)
+            product = torch.stack([square * of_gradient / rows, size * of_gradient, square])
+            self._sums[dim] = self._sums[dim] + product if dim in self._sums else product
 
-    def channels(self, what: str, identity: Identity) -> torch.Tensor | None:
-        """Return a sum for each of an identity's channels; None where no gradient arrived."""
-        found = self._sums.get((what, identity.channel_dim))
-        places = identity.channels
-        if self._channels is not None and found is not None:
-            places = torch.searchsorted(self._channels[identity.channel_dim], places)
-        if found is None or len(found) <= int(places.max()):
-            return None
-        return found[places.to(found.device)]
+    def sums_of(self, dim: int, device: torch.device) -> torch.Tensor:
+        """Return N ms(y) ms(dy), ms(x) sum dy^2 and sum y^2 of each chosen channel, added up over calls; 0: none came.
 
-
-def spread_of(
-    identity: Identity, spreads: Mapping[str, Spread], left: Squares, right: Squares, device: torch.device
-) -> torch.Tensor | None:
-    """Return what terms of single tokens would add up to if their signs were random, for each group; None: not known.
-
-    By the output between both sides it is N rms(y)^2 rms(dy)^2. Where y is small because what makes it has cancelled,
-    by the input and the weights of the left side; where dy is, by the weights and the output's gradient of the right.
-    """
-    own = spreads.get(identity.module)
-    found = [None if own is None else own.channels(what, identity) for what in ("both", "x", "y")]
-    if any(each is None for each in found):
-        return None
-    both, of_x, of_y = (each.to(device, torch.float64) for each in found if each is not None)
-    for squares in left:
-        if squares is not None and len(squares) == len(both):  # a norm's weight multiplies what is normalised
-            both = both + of_x * squares.to(device)
-
-    def grouped(values: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-        return values.new_zeros(identity.groups).index_add_(0, groups.to(device), values)
-
-    summed = grouped(both, identity.channel_groups)
-    if identity.kind == "channels":
-        for term, squares in zip(identity.right, right, strict=True):
-            reader = spreads.get(owner_of(term.parameter))
-            if reader is not None and reader.gradient is not None and squares is not None:
-                of_columns = grouped(squares.to(device), term.groups)
-                summed = summed + grouped(of_y, identity.channel_groups) * of_columns * reader.gradient.to(device)
-    return summed
+        ms is a mean square over N tokens, y the output, x the input.
+        """
+        found = self._sums.get(dim)
+        if found is None:
+            return torch.zeros((3, len(self._channels[dim])), dtype=torch.float64, device=device)
+        return found.to(device, torch.float64)
 
 
 def unit_of(identity: Identity, spreads: Mapping[str, Spread], parameters: Iterable[torch.Tensor]) -> float:
@@ -174,12 +146,6 @@ def owner_of(parameter: str) -> str:
     return parameter.rpartition(".")[0]
 
 
-def owners_of(identities: Iterable[Identity]) -> set[str]:
-    """Return the names of all modules whose parameters or outputs identities are of."""
-    found = list(identities)
-    return {owner_of(name) for each in found for name in each.parameters} | {each.module for each in found}
-
-
 def _uses_tf32() -> bool:
     backends: Any = torch.backends
     try:
@@ -188,10 +154,16 @@ def _uses_tf32() -> bool:
         return True
 
 
-def _squares(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    others = [each for each in range(tensor.dim()) if each != dim % tensor.dim()]
-    squares = tensor.double().square()
-    return squares.sum(others) if others else squares
+def _mean_square(tensor: torch.Tensor) -> torch.Tensor:
+    """Return it of some rows along the longest dimension but the last."""
+    some = tensor.detach()
+    if not some.numel():
+        return torch.zeros((), device=tensor.device)
+    if some.dim() > 1:
+        longest = max(range(some.dim() - 1), key=lambda dim: some.shape[dim])
+        some = some.movedim(longest, 0)[:: max(some.shape[longest] // _ROWS, 1)]
+    norm: torch.Tensor = torch.linalg.vector_norm(some, dtype=torch.float64)
+    return norm.square() / some.numel()
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,6 @@ from hookstats.numbers.identities import LARGEST_Z, Named, deviations, relative_
 
 UNIT = {torch.float64: 2.0**-40, torch.float32: 2.0**-18, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 COARSEST = 2.0**-4  # of float8, and of what is not known
-_ELEMENTS = 1 << 18  # of a parameter, that are read at a time
 
 
 @dataclass(frozen=True)
@@ -32,32 +31,6 @@ class Term:
     places: torch.Tensor
     groups: torch.Tensor
     offset: float = 0.0
-
-    def per_place(self, weight: torch.Tensor, gradient: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Return the sums of w g, of (w g)^2 and of w^2 at some places, float64[3, places], on the weight's device.
-
-        Reads these places alone, and no more than some megabytes at a time.
-        """
-        weight, gradient = weight.detach().movedim(self.dim, 0), gradient.detach().movedim(self.dim, 0)
-        places = places.to(weight.device)
-        size = max(weight[0].numel(), 1) if len(weight) else 1
-        found = [
-            _row_sums(weight.index_select(0, some), gradient.index_select(0, some), self.offset)
-            for some in places.split(max(_ELEMENTS // size, 1))
-        ]
-        return torch.cat(found, 1) if found else weight.new_zeros((3, 0), dtype=torch.float64)
-
-    def grouped(self, values: torch.Tensor, groups: int) -> torch.Tensor:
-        """Return numbers of each place, the last dimension, added up over each group."""
-        summed = values.new_zeros((*values.shape[:-1], groups))
-        return summed.index_add_(-1, self.groups.to(values.device), values)
-
-
-def _row_sums(weight: torch.Tensor, gradient: torch.Tensor, offset: float) -> torch.Tensor:
-    weight = weight.flatten(1).double() if weight.dim() > 1 else weight.double()[:, None]
-    gradient = gradient.flatten(1).double() if gradient.dim() > 1 else gradient.double()[:, None]
-    products = (weight + offset) * gradient
-    return torch.stack([products.sum(1), products.square().sum(1), weight.square().sum(1)])
 
 
 @dataclass(frozen=True)

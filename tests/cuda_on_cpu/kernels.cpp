@@ -15,6 +15,7 @@ bool cuda_on_cpu::in_one_part = false;
 #include "cuda/accumulate_float64.cu"
 #include "cuda/accumulate_float8.cu"
 #include "cuda/blocks.cu"
+#include "cuda/joint.cu"
 #include "cuda/many.cu"
 #include "cuda/merge.cu"
 #include "cuda/sample.cu"

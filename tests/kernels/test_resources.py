@@ -19,6 +19,7 @@ RECORD = Path(hookstats.__file__).with_name("_built.json")
 MOST_REGISTERS = {
     r"blocks_kernel": 64,
     r"sample_kernel": 64,
+    r"joint_kernel": 80,
     r"softmax_kernelIdLi17": 255,  # doubles, and the largest 17 of them in registers
     r"softmax_kernel(Id|.*Li17)": 128,
     r"softmax_kernel": 64,

@@ -329,6 +329,20 @@ MUTANTS = [
         f"tests/kernels/test_samples.py {ON_GPU.format('named_elements')}",
     ),
     Mutant(
+        "joint sums forget what is added to a weight",
+        "csrc/kernels.h",
+        "const double product = (w + offset) * g;",
+        "const double product = w * g;",
+        "tests/kernels/test_joint_sums.py -k rows_columns",
+    ),
+    Mutant(
+        "joint sums read places that are elsewhere",
+        "csrc/cuda/joint.cu",
+        "if (0 <= at && at < term.size)",
+        "if (0 <= at)",
+        f"tests/kernels/test_joint_sums.py {ON_GPU.format('elsewhere')}",
+    ),
+    Mutant(
         "a short block reads on behind its end",
         "csrc/blocks.h",
         "length_ - first < size_ ? int(length_ - first) : size_",

@@ -316,16 +316,16 @@ MUTANTS = [
     ),
     Mutant(
         "a norm that is stored less one is taken as it is",
-        "hookstats/identities/terms.py",
-        "products = (weight + offset) * gradient",
-        "products = weight * gradient",
+        "hookstats/identities/layout.py",
+        "end, int(term.offset)]",
+        "end, 0]",
         "tests/identities/test_checking.py tests/identities/test_finding.py -k 'offset or stored'",
     ),
     Mutant(
         "tokens that cancel are left out of what rounding explains",
         "hookstats/identities/checking.py",
-        "(squares if spread is None else squares + spread)",
-        "squares",
+        "(squares + spread) * unit**2",
+        "squares * unit**2",
         "tests/identities/test_checking.py -k cancel",
     ),
     Mutant(
@@ -359,8 +359,8 @@ MUTANTS = [
     Mutant(
         "gradients that DistributedDataParallel's hooks round are judged by the rounding of the model",
         "hookstats/identities/measuring.py",
-        "unit = max(unit, UNIT[torch.bfloat16])",
-        "pass",
+        "max(unit, least) ** 2",
+        "unit**2",
         "tests/cluster/test_identities_of_ranks.py -k low_precision",
     ),
     Mutant(
