@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hookstats.cluster.exchange import levels
+from hookstats.cluster.exchange import FAN
 from hookstats.cluster.packing import fold_states
 from hookstats.numbers.fields import EXPONENT_BINS, FIELDS, Counts, ExponentBins, Site
 from hookstats.numbers.frame import COUNTERS
@@ -169,9 +169,13 @@ def merge_of(shape: Shape, mesh: Mesh) -> Merge:
         kept, size = "totals, histograms", sites * 8 * (len(FIELDS) + EXPONENT_BINS + 8)
     if size > BUDGET:
         kept, size = "totals", sites * 8 * (len(FIELDS) + 8)
-    plan = levels(range(mesh.ranks))
-    groups = [max(map(len, level)) for level in plan]
-    return Merge(sites, kept, size, len(plan), REDUCES * 2 * len(plan), seconds_of(groups, size))
+    groups = groups_of(mesh.ranks)
+    return Merge(sites, kept, size, len(groups), REDUCES * 2 * len(groups), seconds_of(groups, size))
+
+
+def groups_of(ranks: int) -> list[int]:
+    """How many members a group of each level has, at most."""
+    return [min(ranks, FAN), *groups_of(-(-ranks // FAN))] if ranks > 1 else []
 
 
 def host_seconds(sites: int, rounds: int = 20) -> float:
@@ -211,10 +215,8 @@ def accuracy_of(ranks: int, elements: int = 16) -> Accuracy:
     for name, numbers in (("count", count), ("mean", mean), ("m2", m2)):
         parts[:, FIELDS.index(name)] = numbers
     parts[:, FIELDS.index("max")] = 1.0
-    for groups in levels(range(ranks)):
-        parts = np.stack(
-            [fold_states(each) for each in np.split(parts, np.cumsum([len(group) for group in groups])[:-1])]
-        )
+    while len(parts) > 1:
+        parts = np.stack([fold_states(parts[i : i + FAN]) for i in range(0, len(parts), FAN)])
     merged, second = parts[0, FIELDS.index("mean")], parts[0, FIELDS.index("m2")]
     n, means, own = (each.astype(np.longdouble) for each in (count, mean, m2))
     middle = (n * means).sum(0) / n.sum(0)
@@ -258,14 +260,12 @@ def tables() -> list[str]:
         "|---|---|---|---|---|---|---|",
     ]
     for ranks in (16, 64, 256, 1024, 4096, 16384):
-        plan = levels(range(ranks))
-        groups = [max(map(len, level)) for level in plan]
+        groups = groups_of(ranks)
         size = 1000 * 8 * (len(FIELDS) + EXPONENT_BINS + 7)
         near, far = (1e3 * seconds_of(groups, size, latency) for latency in (LATENCY, 10 * LATENCY))
         found = accuracy_of(ranks)
         lines.append(
-            f"| {ranks:,} | {len(plan)} | {', '.join(map(str, groups))} | {near:.0f} | {far:.0f} | {found.mean:.1e} | "
-            f"{found.var:.1e} |"
+            f"| {ranks:,} | {len(groups)} | {FAN} | {near:.0f} | {far:.0f} | {found.mean:.1e} | {found.var:.1e} |"
         )
     return lines
 

@@ -9,7 +9,6 @@ groups, too. gloo connects all members of a group with each other, which fails o
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import time
 import weakref
@@ -25,7 +24,7 @@ import torch
 import torch.distributed
 from numpy.typing import NDArray
 
-from hookstats.cluster.union import some
+from hookstats.cluster.union import checksum_of, some
 
 c10d: Any = torch.distributed  # its stores and groups have no types
 Store: TypeAlias = Any
@@ -57,18 +56,6 @@ def default_store() -> Store:
             "process_group: expected a store of torch.distributed, got none, as its backend mpi has none"
         )
     return store.clone()
-
-
-def levels(ranks: Sequence[int]) -> list[list[tuple[int, ...]]]:
-    """Return the groups of each level, of FAN ranks: the first rank of each goes on to the next level.
-
-    No level for one rank alone.
-    """
-    found, left = [], sorted(ranks)
-    while len(left) > 1:
-        found.append([tuple(left[i : i + FAN]) for i in range(0, len(left), FAN)])
-        left = [group[0] for group in found[-1]]
-    return found
 
 
 def total(parts: Numbers) -> Numbers:
@@ -126,14 +113,18 @@ class Exchange:
         everybodys[self.place] = mine
         return self.reduce([everybodys], [total])[0]
 
-    def gather_texts(self, mine: bytes, wanted: bool = True) -> list[bytes]:
-        """Return the text of each rank. wanted: whether this rank's is to be sent; else it is empty."""
-        text = np.frombuffer(mine if wanted else b"", np.uint8)
-        ends = np.cumsum(self.gather(np.array(len(text))))
-        whole = np.zeros(ends[-1], np.uint8)
-        whole[ends[self.place] - len(text) : ends[self.place]] = text
-        whole = self.max(whole)
-        return [whole[begin:end].tobytes() for begin, end in itertools.pairwise([0, *ends.tolist()])]
+    def gather_texts(self, mine: bytes) -> list[bytes]:
+        """Return the text of each rank. Of equal ones one crosses the network; none, where all are equal."""
+        checksums, sizes = self.gather(np.array([checksum_of(mine), len(mine)])).T.tolist()
+        distinct = list(dict.fromkeys(checksums))
+        if len(distinct) == 1:
+            return [mine] * len(checksums)
+        shown, own = np.zeros((len(distinct), max(sizes)), np.uint8), checksums[self.place]
+        if checksums.index(own) == self.place:
+            shown[distinct.index(own), : len(mine)] = np.frombuffer(mine, np.uint8)
+        rows = zip(distinct, self.max(shown), strict=True)
+        texts = {each: row[: sizes[checksums.index(each)]].tobytes() for each, row in rows}
+        return [texts[each] for each in checksums]
 
     def give_up(self) -> None:
         """Let the others know that this rank exchanges nothing any more; those that wait raise."""
@@ -141,16 +132,16 @@ class Exchange:
             self._store.set("over", "")
 
     def _connected(self) -> list[_Group]:
+        """Return this rank's groups: FAN ranks, the first ones of FAN such groups, and so on."""
         if self._groups is None:
-            self._groups = []
-            for level, groups in enumerate(levels(self.ranks)):
-                number, members = next((i, group) for i, group in enumerate(groups) if self.rank in group)
-                store, place = c10d.PrefixStore(f"{level}/{number}", self._store), members.index(self.rank)
-                if len(members) > 1:
-                    gloo = _lazy_group(store, place, len(members), self.timeout)
-                    self._groups.append(_Group(gloo, place, len(members)))
-                if place:
-                    break
+            self._groups, left = [], self.ranks
+            while len(left) > 1 and self.rank in left:
+                number, place = divmod(left.index(self.rank), FAN)
+                size = len(left[FAN * number :][:FAN])
+                if size > 1:
+                    store = c10d.PrefixStore(f"{len(left)}/{number}", self._store)
+                    self._groups.append(_Group(_lazy_group(store, place, size, self.timeout), place, size))
+                left = left[::FAN]
         return self._groups
 
     def reduce(self, arrays: Sequence[Numbers], folds: Sequence[Fold]) -> list[Numbers]:

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from hookstats._warn import warn
 from hookstats.cluster.exchange import Exchange
 from hookstats.cluster.groups import checked_placements, group_of
 from hookstats.cluster.merging import Merging
-from hookstats.cluster.placements import Placements
-from hookstats.cluster.union import Tables
+from hookstats.cluster.placements import Placements, is_comparable
+from hookstats.cluster.union import Placing, Tables, whole
 from hookstats.modules.sharding import LocalShard
 from hookstats.numbers.fields import Site
 from hookstats.numbers.frame import StepFrame
@@ -45,7 +46,10 @@ class Joined:
         wanted = checked_placements(placements, group, names)
         rank = dist.get_rank()
         self._merging = Merging(group.ranks, Tables(budget, spread), timeout)
-        self._placements = Placements(model, group, wanted, self._merging.note)
+        self._placements = partial(Placements, group=group, wanted=wanted)
+        self._model = weakref.ref(model)
+        self._replicated = [weakref.ref(each) for each in model.modules() if isinstance(each, DistributedDataParallel)]
+        self._placing: tuple[Any, Any, Placing] = None, None, whole  # and what it was made of
         weakref.finalize(self, self._merging.give_up).atexit = False  # where nobody detaches the monitor, nor holds it
         self._arrived: list[StepFrame] = []
         self._exchange = partial(Exchange, "agreeing", group.ranks, timeout)
@@ -55,11 +59,15 @@ class Joined:
     def submit(self, frame: StepFrame, held: dict[Site, LocalShard]) -> None:
         """Merge a step. held: what this rank has of each site; the same object while nothing of it has changed."""
         try:
-            placing = self._placements.placing(held)
+            there = (each for each in (ref() for ref in self._replicated) if each is not None)
+            replicated = {each: is_comparable(each) for each in there}
+            if self._placing[0] is not held or self._placing[1] != replicated:
+                placing = self._placements(self._model() or nn.Module(), held=held, replicated=replicated)
+                self._placing = held, replicated, placing
         except Exception as error:  # the groups of the model were destroyed, say
             self._merging.submit(frame, problem=repr(error))
         else:
-            self._merging.submit(frame, placing)
+            self._merging.submit(frame, self._placing[2])
 
     def arrived(self) -> list[StepFrame]:
         """Return the steps of all ranks together, or of this one alone, in the order of their submission; each once."""

@@ -24,7 +24,7 @@ from hookstats._warn import WarnOnce
 from hookstats.cluster.drifts import Replicas, drifts
 from hookstats.cluster.exchange import Exchange
 from hookstats.cluster.packing import CHANGED, FOLDS, Held, Packed, Packer
-from hookstats.cluster.union import Local, Placing, Tables, Union, checksum_of, some, whole
+from hookstats.cluster.union import Local, Placing, Tables, Union, some, whole
 from hookstats.numbers.fields import Counts, Site
 from hookstats.numbers.frame import StepFrame
 from hookstats.numbers.ranks import StepRanks
@@ -34,7 +34,6 @@ from hookstats.numbers.ranks import StepRanks
 _WAITING_BYTES, _FEW, _MANY = 64 << 20, 8, 256
 _BEGUN = 1 << 44  # steps after which numbers would begin anew
 _PACKERS = 4  # unions that are kept: of whole states, and of totals, each before and after a change
-_MOST = (1 << 62) - 1
 _END = 1 << 62  # in place of a step: a rank merges no more
 _BEHIND = (
     "rank {} holds in a step what rank {} held some measured steps before or after it: monitor.step() is not called as "
@@ -90,7 +89,8 @@ class Merging:
         self._told: deque[tuple[str, str]] = deque()  # messages for the user, each said once for each key
         # What only the thread touches.
         self._tables = tables
-        self._packers: dict[int, tuple[int, Packer]] = {}  # by a table's checksum: what stands for its union
+        self._unions = 0  # that all ranks have made so far
+        self._packers: dict[bytes, tuple[int, Packer]] = {}  # by a table's text: which of these it is in
         self._apart: dict[Site, None] = {}  # of which ranks have held other values
         self._replicas = Replicas()
         self._thread = threading.Thread(target=self._run, name="hookstats merging", daemon=True)
@@ -114,7 +114,7 @@ class Merging:
             self._queue.put(slot)
         self._slots.append(slot)
 
-    def note(self, key: str, text: str) -> None:
+    def _note(self, key: str, text: str) -> None:
         """Tell the user how ranks differ."""
         self._told.append((key, f"merging over ranks: {text}"))
 
@@ -228,7 +228,7 @@ class Merging:
             local = None if problems else self._tables.local(slot.frame, slot.placing)
         moment, is_united = slot.begun * _BEGUN + number, False
         while True:
-            union, packer = self._packers.get(local.checksum, (-1, None)) if local else (-1, None)
+            union, packer = self._packers.get(local.text, (-1, None)) if local else (-1, None)
             if local is not None and packer is not None and packed is None and not problems:
                 with _added_to(problems):
                     packed = packer, *packer.pack(slot.frame, local)
@@ -262,18 +262,16 @@ class Merging:
 
     def _unite(self, local: Local, problems: list[str]) -> None:
         """Exchange the tables of all ranks, each of which crosses the network once."""
-        exchange = self._exchange
-        checksums = exchange.gather(np.array([local.checksum]))[:, 0]
-        places = checksums.tolist()
-        texts = exchange.gather_texts(local.text, places.index(local.checksum) == exchange.place)
+        texts = self._exchange.gather_texts(local.text)
+        self._unions += 1
         with _added_to(problems):
-            union = Union([texts[places.index(each)] for each in places], exchange.ranks)
-            packer = Packer(union, exchange.rank, self._apart)
+            union = Union(texts, self._exchange.ranks)
+            packer = Packer(union, self._exchange.rank, self._apart)
             for note in union.notes:
-                self.note(note, note)
+                self._note(note, note)
             for old in list(self._packers)[: 1 - _PACKERS]:
                 del self._packers[old]
-            self._packers[local.checksum] = checksum_of(checksums.tobytes()) & _MOST, packer
+            self._packers[local.text] = self._unions, packer
 
     def _fold(self, slot: _Slot, packer: Packer, mine: Packed, held: Held) -> StepFrame | None:
         mine.compared[CHANGED] = self._replicas.changed(packer.union, held)
@@ -288,7 +286,7 @@ class Merging:
         if differ := self._replicas.differing(union, packed.compared, held):
             found, behind = drifts(union, differ, self._exchange.gather(self._replicas.history(differ)))
             if behind is not None:
-                self.note("behind", _BEHIND.format(*behind))
+                self._note("behind", _BEHIND.format(*behind))
             if merged is not None:
                 merged.drifts = found
         return merged
@@ -298,7 +296,7 @@ class Merging:
         if not sites:
             return
         names = " and ".join(str(union.rows[i].site) for i in union.alternatives[sites[0]][:2])
-        self.note(
+        self._note(
             str(sites),
             f"the ranks hold different values of {some(sites, 5)} at step {number}, and how these plain tensors lie is "
             f"not known. They are kept apart from this step on: {sites[0]} as {names}. Say how they are placed: "

@@ -92,7 +92,7 @@ class Packer:
         self.apart |= dict.fromkeys(site for site in union.alternatives if packed.compared[0, union.compared[site]])
         kept, sites = self._sites([site for site in union.alternatives if site not in self.apart])
         states, scalars = np.split(packed.states, [union.channel_begin[-1]], axis=1)
-        is_narrow, begin = union.channels == 1, union.channel_begin
+        is_narrow, begin = union.whole.channels == 1, union.channel_begin
         wide = [states[:, begin[i] : begin[i + 1]] for i in np.flatnonzero(~is_narrow).tolist()]
         narrow = np.ascontiguousarray(states[:, begin[:-1][is_narrow]].T)
         counts = packed.counts[:, kept]
@@ -128,34 +128,19 @@ class Packer:
         return frame
 
     def _sites(self, once: list[Site]) -> tuple[Counts, Sites]:
-        """Return the rows that are merged, and their sites. once: alternatives that are the same on all ranks.
+        """Return the rows that are merged, and their sites.
 
-        Of these the first stands for all. Totals lie in the first block, channels in the second, histograms in a third.
+        once: alternatives that are the same on all ranks, of which the first stands for all.
         """
         if self._whole is None or self._whole[0] != once:
-            union, names = self.union, [row.site for row in self.union.rows]
-            is_kept, is_wide = np.ones(len(names), bool), union.channels > 1
+            of, names = self.union.whole, list(self.union.whole.names)
+            is_kept = np.ones(len(names), bool)
             for site in once:
-                first, *others = union.alternatives[site]
+                first, *others = self.union.alternatives[site]
                 names[first], is_kept[others] = site, False
-            sizes = len(FIELDS) * union.channels
-            begin = np.where(is_wide, np.cumsum(sizes * is_wide), np.cumsum(sizes * ~is_wide)) - sizes
-            blocks = np.full(len(names), 2)
-            places = np.stack([is_wide, begin, union.channels, blocks, union.bin_begin[:-1], union.counters])
             kept = np.flatnonzero(is_kept)
-            rows = [union.rows[i] for i in kept.tolist()]
-            self._whole = (
-                once,
-                kept,
-                Sites(
-                    [names[i] for i in kept.tolist()],
-                    [row.keep_channels for row in rows],
-                    [row.channel_dim for row in rows],
-                    [row.group_size for row in rows],
-                    union.bins,
-                    places[:, kept],
-                ),
-            )
+            named = Sites(names, of.keeps, of.dims, of.group_sizes, of.bins, of.places)
+            self._whole = once, kept, named.select(kept)
         return self._whole[1:]
 
     def _skipped(self, packed: Packed, own: StepFrame) -> dict[Site, Skipped]:
@@ -179,15 +164,17 @@ class _Part:
         rows = list(zip(table, places, strict=True))
         self._counts = np.array([place.counts and union.counts(row, rank) for row, place in rows], bool)
         self._leads = self._counts & np.array([place.leads for place in places], bool)
-        is_narrow = union.channels[self._row] == 1
+        is_narrow = union.whole.channels[self._row] == 1
         first = np.where(is_narrow, 0, np.array([place.offset for place in places], np.int64))
         self._begin = union.channel_begin[self._row] + first
         self._narrow = np.flatnonzero(self._counts & is_narrow)
         self._wide = np.flatnonzero(self._counts & ~is_narrow).tolist()
         per_channel = union.bins is not None and union.bins.per_channel
         each = histogram_shape(union.bins, 1)[-1] if per_channel else 0  # counters of a channel
-        self._bin_begin = (union.bin_begin[self._row] + first * each).tolist()
-        self._with_bins = np.flatnonzero(self._counts & (sites.counters > 0) & (union.counters[self._row] > 0)).tolist()
+        self._bin_begin = (union.whole.histogram_begin[self._row] + first * each).tolist()
+        self._with_bins = np.flatnonzero(
+            self._counts & (sites.counters > 0) & (union.whole.counters[self._row] > 0)
+        ).tolist()
         self._is_folded = per_channel & is_narrow
         # What is compared: which sites, as what, among how many ranks, of which this is the lowest.
         compared = [(i, row.compared_as) for i, row in enumerate(table) if row.compared_as is not None]
@@ -207,7 +194,7 @@ class _Part:
         scalars = [time, frame.overflowed, frame.rows, *(frame.scalars.get(name) for name in union.scalars)]
         packed = Packed(
             np.zeros((len(FIELDS), int(union.channel_begin[-1]) + len(scalars))),
-            np.zeros((1, int(union.bin_begin[-1])), np.int64),
+            np.zeros((1, int(union.whole.counters.sum())), np.int64),
             np.zeros((5, sites), np.int64),
             np.zeros((3, len(union.compared)), np.int64),
             np.full((2, sites), _LOWEST),

@@ -1,7 +1,8 @@
 """The part of a site's whole that this rank holds: by the placements of DTensors, by the user's word, or by rule.
 
 A placement holds along one axis of a mesh. Shard of the channels puts the ranks' channels side by side; Shard of
-another dimension merges their values; Replicate lets one rank count. Plain tensors: activations of all ranks count,
+another dimension merges their values; Replicate lets one rank count. Where the channels do not lie side by side, or it
+is not known which dimension they are, totals are merged. Plain tensors: activations of all ranks count,
 plain parameters are the same on all. Under tensor parallelism a plain activation may be any of these: where its
 module's own weight does not tell, and the user does not, it travels apart for each coordinate: where the ranks' states
 have been the same so far it is one site, else it is kept apart, never counted twice. Which ranks hold the same of a
@@ -12,8 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.nn.parallel import DistributedDataParallel
 
 from hookstats.cluster.groups import Axis, Group, Wanted, axes_of
-from hookstats.cluster.union import OwnSite, Place, Placing, whole
+from hookstats.cluster.union import Place, TableRow, whole
 from hookstats.modules.channels import input_channels, natural_channels
 from hookstats.modules.selection import Slot, clean_names
 from hookstats.modules.sharding import LocalShard, Sharding, flattened
@@ -86,46 +86,23 @@ def _members(axis: Axis, ranks: frozenset[int]) -> list[int]:
 
 
 class Placements:
-    """The places of a model's sites on this rank."""
-
-    def __init__(self, model: nn.Module, group: Group, wanted: Wanted, tell: Callable[[str, str], object]) -> None:
-        """wanted: what `groups.checked_placements` made of ``placements=``. tell: the user, once for each key."""
-        self._model = weakref.ref(model)
-        self._group = group
-        self._wanted = wanted
-        self._tell = tell
-        self._replicated = [weakref.ref(each) for each in model.modules() if isinstance(each, DistributedDataParallel)]
-        self._latest: tuple[Any, Any, Placing] | None = None  # what it was made of
-
-    def placing(self, held: Mapping[Site, LocalShard]) -> Placing:
-        """Return the places of sites in the whole: another object where anything about these has changed.
-
-        held: what this rank has of each site; the same object while nothing of it has changed.
-        """
-        there = [each for each in (ref() for ref in self._replicated) if each is not None]
-        replicated = [(each, _is_comparable(each)) for each in there]
-        if self._latest is None or self._latest[0] is not held or self._latest[1] != replicated:
-            model = self._model() or nn.Module()
-            self._latest = held, replicated, _Placing(model, self._group, self._wanted, self._tell, held, replicated)
-        return self._latest[2]
-
-
-class _Placing:
-    """The sites of a model as it is now."""
+    """The places of a model's sites on this rank, as the model is now."""
 
     def __init__(
         self,
         model: nn.Module,
         group: Group,
         wanted: Wanted,
-        tell: Callable[[str, str], object],
         held: Mapping[Site, LocalShard],
-        replicated: Sequence[tuple[DistributedDataParallel, bool]],
+        replicated: Mapping[DistributedDataParallel, bool],
     ) -> None:
+        """wanted: what `groups.checked_placements` made of ``placements=``. held: what this rank has of each site.
+
+        replicated: parts of the model, and whether they are `is_comparable`.
+        """
         self._group = group
         self._ranks = frozenset(group.ranks)
         self._wanted = wanted
-        self._tell = tell
         self._held = dict(held)
         # Merging keeps the latest of these for good; a model that nobody else holds is to go all the same.
         self._modules = WeakValueDictionary(clean_names(model))
@@ -137,7 +114,7 @@ class _Placing:
         }
         self._by_ddp = _replicated_modules(replicated, self._ranks)
 
-    def __call__(self, own: OwnSite) -> Place:
+    def __call__(self, own: TableRow) -> Place:
         if kind_of(own.site.tensor).is_part:
             return whole(own)
         sharding, channels = (held := self._held.get(own.site, LocalShard(None, None))).sharding, held.channels
@@ -165,7 +142,7 @@ class _Placing:
         steps = [[axis.ranks[each] - rank for each in _members(axis, self._ranks)] for axis in axes]
         return tuple(sorted(rank + sum(each) for each in itertools.product(*steps)))
 
-    def _place_dtensor(self, own: OwnSite, sharding: Sharding, channels: int | None) -> Place:
+    def _place_dtensor(self, own: TableRow, sharding: Sharding, channels: int | None) -> Place:
         mesh, placements, dim, size = sharding
         axes = self._axes_of(mesh)
         ranks = self._ranks.intersection(mesh.mesh.flatten().tolist())
@@ -174,9 +151,8 @@ class _Placing:
             return Place(size, owners, counts=False, leads=False)
         cuts = cuts_of(axes, placements, dim)
         span = None if cuts is None else part_of(size, cuts, self._ranks)
-        if span is None or (span.size and channels not in (None, span.size)):
-            why = f"the channels of a DTensor that is placed {sharding} do not lie side by side"
-            return self._keep_apart(own, whole(own), [Axis("rank", self._group.ranks, dist.get_rank())], why)
+        if span is None or (span.size and channels not in (None, span.size)):  # they do not lie side by side
+            span = Span(1, 0, 1)
         replicated = [axis for axis, each in zip(axes, placements, strict=True) if each.is_replicate()]
         counts, leads = span.size > 0 and self._is_lowest(replicated), self._is_lowest(axes)
         placed = Place(span.whole, owners, span.offset if span.size else 0, counts, leads)
@@ -187,25 +163,26 @@ class _Placing:
         covered = {rank for axis in axes for rank in axis.ranks}
         return self._keep_apart(own, placed, [axis for axis in self._parallel if not covered.issuperset(axis.ranks)])
 
-    def _place_as_wanted(self, own: OwnSite, wanted: tuple[Placement, ...], channels: int | None) -> Place:
-        cuts, others, apart, replicated = list[Axis](), list[Axis](), list[Axis](), list[Axis]()
+    def _place_as_wanted(self, own: TableRow, wanted: tuple[Placement, ...], channels: int | None) -> Place:
+        replicated, cuts, parts = list[Axis](), list[Axis](), list[Axis]()
+        size, offset = channels or 1, 0
         for axis, placement in zip(self._group.axes, wanted, strict=True):
             if placement.is_replicate():
                 replicated.append(axis)
-            else:
-                of_channels = channels is not None and self._is_of_channels(own, getattr(placement, "dim", 0))
-                (apart if of_channels is None else cuts if of_channels else others).append(axis)
-        width = channels or 1
-        size, offset = width * math.prod(len(axis.ranks) for axis in cuts), 0
-        for axis in cuts:
-            offset = offset * len(axis.ranks) + axis.coordinate * width
-        parts = [*cuts, *others, *apart] if own.is_parameter else cuts  # of one tensor
+                continue
+            of_channels = channels is not None and self._is_of_channels(own, getattr(placement, "dim", 0))
+            if of_channels is None:
+                size = 0
+            elif of_channels:
+                cuts.append(axis)
+                size, offset = size * len(axis.ranks), offset * len(axis.ranks) + axis.coordinate * (channels or 1)
+            parts.append(axis)
+        leads = self._is_lowest(parts if own.is_parameter else cuts)  # of the parts of one tensor
         peers = self._along(replicated) if own.is_parameter else ()
-        placed = Place(size, "each", offset, self._is_lowest(replicated), self._is_lowest(parts), peers)
-        return self._keep_apart(own, placed, apart, "placements= counts a dimension from another end than the channels")
+        return Place(size or 1, "each", offset if size else 0, self._is_lowest(replicated), leads, peers)
 
-    def _is_of_channels(self, own: OwnSite, dim: int) -> bool | None:
-        """Return True for the channels' dimension. None: the two are counted from different ends of a tensor."""
+    def _is_of_channels(self, own: TableRow, dim: int) -> bool | None:
+        """Return True for the channels' dimension. None: it is not known, as they are counted from different ends."""
         channels = own.channel_dim
         if channels is None or (channels < 0) == (dim < 0):
             return dim == channels
@@ -217,7 +194,7 @@ class _Placing:
                 return dim % tensor.dim() == channels % tensor.dim()
         return False if dim == 0 else None
 
-    def _place_plain(self, own: OwnSite, channels: int | None) -> Place:
+    def _place_plain(self, own: TableRow, channels: int | None) -> Place:
         """Place an activation under tensor parallelism."""
         found = None if channels is None else self._shard_of_own_weight(own.site, channels)
         if found is None:
@@ -247,21 +224,16 @@ class _Placing:
                     return span, cuts
         return None
 
-    def _keep_apart(self, own: OwnSite, placed: Place, axes: Sequence[Axis], why: str = "") -> Place:
-        """Keep a site apart for each coordinate along these axes. why: they hold other values; "": maybe the same."""
+    def _keep_apart(self, own: TableRow, placed: Place, axes: Sequence[Axis]) -> Place:
+        """Keep a site apart for each coordinate along these axes.
+
+        Replicas, for all that is known: whether they are is seen from their states, once they are merged.
+        """
         if not axes:
             return placed
         told = ",".join(f"{axis.name}={axis.coordinate}" for axis in axes)
         site = Site(own.site.name, f"{own.site.tensor}[{told}]")
-        if not why:  # replicas, for all that is known: whether they are is seen from their states, once they are merged
-            return placed._replace(site=site, peers=self._along(axes))
-        self._tell(
-            why,
-            f"{why}: such tensors are kept apart, {own.site} as {site}. Say how they are placed: process_group="
-            "hookstats.Ranks(group, placements={glob: Shard(-1)}) for a part of the channels, Shard(0) or Shard(-2) "
-            "for a part of the rows, Replicate() for the same values; one for each dimension of a DeviceMesh",
-        )
-        return placed._replace(site=site, peers=())
+        return placed._replace(site=site, peers=self._along(axes))
 
     def _axes_of(self, mesh: Any) -> tuple[Axis, ...] | None:
         if mesh not in self._axes:
@@ -286,7 +258,7 @@ class _Placing:
         return list(found.values())
 
 
-def _is_comparable(outer: DistributedDataParallel) -> bool:
+def is_comparable(outer: DistributedDataParallel) -> bool:
     """Return whether the ranks of DistributedDataParallel can be compared step by step.
 
     Not with a communication hook, which may reduce gradients over fewer ranks, and average parameters now and then,
@@ -298,15 +270,15 @@ def _is_comparable(outer: DistributedDataParallel) -> bool:
 
 
 def _replicated_modules(
-    replicated: Sequence[tuple[DistributedDataParallel, bool]], ranks: frozenset[int]
+    replicated: Mapping[DistributedDataParallel, bool], ranks: frozenset[int]
 ) -> dict[int, tuple[tuple[int, ...], frozenset[str]]]:
     """Return by module id the ranks over which DDP replicates a module, and the parameters that it ignores.
 
-    replicated: with whether they are comparable; what is not is this rank's alone.
+    replicated: with whether they are compared; what is not is this rank's alone.
     """
     found = {}
-    for outer, is_comparable in replicated:
-        members = dist.get_process_group_ranks(outer.process_group) if is_comparable else [dist.get_rank()]
+    for outer, is_compared in replicated.items():
+        members = dist.get_process_group_ranks(outer.process_group) if is_compared else [dist.get_rank()]
         peers = tuple(sorted(ranks.intersection(members)))
         ignored: set[str] = set(getattr(outer, "parameters_to_ignore", ()))
         for path, module in outer.module.named_modules():

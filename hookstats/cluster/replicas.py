@@ -20,14 +20,13 @@ from hookstats.cluster.contents import Replica, bytes_of, checksums, contents_of
 from hookstats.cluster.drifts import vote
 from hookstats.cluster.exchange import Exchange
 from hookstats.cluster.groups import group_of
-from hookstats.cluster.union import checksum_of as digest_of
 from hookstats.cluster.union import some
 from hookstats.numbers.kinds import kind_of
 
 _TIMEOUT = 600.0  # seconds
 _AT_ONCE = 4 << 20  # bytes of a tensor that are compared at a time
 _LOCATED = 16  # tensors at most whose first element is looked for
-_FAILED = -1  # in place of the length of a text
+_FAILED = b"null"  # in place of a text
 
 _warn_once = WarnOnce()
 
@@ -138,24 +137,24 @@ def check_replicas(
         if not (hasattr(each, "state") and hasattr(each, "param_groups")):
             raise TypeError(f"optimizer: expected an Optimizer or a sequence of them, got {type(each).__name__}")
     ranks = tuple(sorted(group_of(dist.group.WORLD if process_group is None else process_group).ranks))
-    held, skipped, text, failure, found = list[Replica](), dict[str, str](), b"", None, []
+    held, skipped, text, failure, found = list[Replica](), dict[str, str](), _FAILED, None, []
     try:
         held, skipped = contents_of(model, optimizers, buffers, gradients)
         sums = checksums([each.local for each in held]).tolist()
         rows = [[*each[:-1], list(each.local.shape), sum_] for each, sum_ in zip(held, sums, strict=True)]
-        text = json.dumps(rows).encode()
+        text = json.dumps([locate, rows]).encode()
     except Exception as error:  # nobody waits for this rank
         failure = error
     with _exchange_among(ranks) as exchange:
-        size = len(text) if failure is None else _FAILED
-        heads = exchange.gather(np.array([size, digest_of(text), locate]))
-        failed = [rank for rank, (told, *_) in zip(ranks, heads, strict=True) if told == _FAILED]
-        if not failed and not (heads[:, :2] == heads[0, :2]).all():
-            tables = [_table(each) for each in exchange.gather_texts(text)]
+        texts = exchange.gather_texts(text)
+        failed = [rank for rank, told in zip(ranks, texts, strict=True) if told == _FAILED]
+        if not failed and len(set(texts)) > 1:
+            told = {each: json.loads(each) for each in set(texts)}
+            tables = [{(name, kind): _Row(*row) for name, kind, *row in told[each][1]} for each in texts]
             found = list(_disagreements(ranks, tables))
             local = {(each.name, each.kind): each.local for each in held}
             of_values = [i for i, each in enumerate(found) if each.differs == "values"]
-            for i in of_values[:_LOCATED] if heads[:, 2].any() else ():
+            for i in of_values[:_LOCATED] if any(wants for wants, _ in told.values()) else ():
                 key = found[i].tensor, found[i].kind
                 row = tables[ranks.index(found[i].reference_rank)][key]
                 found[i] = _located(exchange, found[i], row, local.get(key))
@@ -166,9 +165,8 @@ def check_replicas(
             f"hookstats: expected the tensors of all ranks {list(ranks)}, but these could not tell: {failed}"
         )
     if skipped:
-        listed = ", ".join(f"{name}: {why}" for name, why in list(skipped.items())[:8])
-        more = f", and {len(skipped) - 8} more" if len(skipped) > 8 else ""
-        _warn_once(frozenset(skipped), f"check_replicas leaves out what it cannot read: {listed}{more}")
+        listed = some([f"{name}: {why}" for name, why in skipped.items()])
+        _warn_once(frozenset(skipped), f"check_replicas leaves out what it cannot read: {listed}")
     return found
 
 
@@ -182,10 +180,6 @@ class _Row(NamedTuple):
 
 
 _Table: TypeAlias = dict[tuple[str, str], _Row]  # by name and kind
-
-
-def _table(text: bytes) -> _Table:
-    return {(name, kind): _Row(*row) for name, kind, *row in json.loads(text)}
 
 
 @contextmanager

@@ -38,28 +38,6 @@ class Place(NamedTuple):
     site: Site | None = None  # under which it is merged, if not its own: apart from other ranks' tensors
 
 
-class OwnSite(NamedTuple):
-    """A site as this rank has it."""
-
-    site: Site
-    channels: int  # of its state
-    keep_channels: bool
-    channel_dim: int | None
-
-    @property
-    def is_parameter(self) -> bool:
-        """True where data parallel ranks hold the same."""
-        return kind_of(self.site.tensor).is_replicated
-
-
-Placing: TypeAlias = Callable[[OwnSite], Place]
-
-
-def whole(own: OwnSite) -> Place:
-    """The placing of plain tensors: each rank has all channels; parameters are the same on all ranks."""
-    return Place(own.channels, "first" if own.is_parameter else "each")
-
-
 class TableRow(NamedTuple):
     """A site as it is in the whole, when all ranks' parts are put together."""
 
@@ -68,11 +46,16 @@ class TableRow(NamedTuple):
     has_bins: bool
     keep_channels: bool
     channel_dim: int | None
-    owners: Owners
     group_size: int | None = None
+    owners: Owners = "each"
     apart_of: str = ""  # the tensor that this is one rank's of, where it is not known whether others hold the same
-    is_known: bool = True  # of a parameter, whether it is known which ranks hold the same of it
+    is_to_learn: bool = False  # of a parameter, whether it is not known which ranks hold the same of it
     has_folded: bool = False  # has measured tensors as totals alone
+
+    @property
+    def is_parameter(self) -> bool:
+        """True where data parallel ranks hold the same."""
+        return kind_of(self.site.tensor).is_replicated
 
     @property
     def is_narrow(self) -> bool:
@@ -86,6 +69,14 @@ class TableRow(NamedTuple):
             return Site(self.site.name, self.apart_of)
         kind = kind_of(self.site.tensor)
         return self.site if kind.is_replicated and not kind.is_update and "[" not in self.site.tensor else None
+
+
+Placing: TypeAlias = Callable[[TableRow], Place]  # of a site as this rank has it
+
+
+def whole(own: TableRow) -> Place:
+    """The placing of plain tensors: each rank has all channels; parameters are the same on all ranks."""
+    return Place(own.channels, "first" if own.is_parameter else "each")
 
 
 class Table(NamedTuple):
@@ -127,7 +118,6 @@ class Local(NamedTuple):
 
     table: Table
     text: bytes  # of the table
-    checksum: int  # of the text
     places: list[Place]  # one for each row
 
 
@@ -167,34 +157,32 @@ class Tables:
 
     def _make(self, of: Sites, placing: Placing, folded: Mask) -> Local:
         rows, places = [], []
-        for i, each in enumerate(zip(of.names, of.channels.tolist(), of.keeps.tolist(), of.dims, strict=True)):
-            own = OwnSite(*each)
+        columns = of.names, of.channels.tolist(), (of.counters > 0).tolist(), of.keeps.tolist(), of.dims, of.group_sizes
+        for each, has_folded in zip(zip(*columns, strict=True), folded.tolist(), strict=True):
+            own = TableRow(*each)
             place = placing(own)
-            if own.channels == 1 and not own.keep_channels:  # totals of the part are a part of those of the whole
-                place = place._replace(channels=1, offset=0)
+            is_unknown = own.compared_as is not None and place.site is None and not place.peers
+            has_totals = own.is_narrow or place.channels == 1 < own.channels
+            if has_totals:  # which are a part of those of the whole
+                own, place = _total(own), place._replace(channels=1, offset=0)
             if not 0 <= place.offset <= place.channels - own.channels:
                 part = f"{own.channels} channels from {place.offset}"
                 raise ValueError(f"{own.site}: expected {part} to lie in {place.channels}")
             places.append(place)
             rows.append(
-                TableRow(
-                    place.site or own.site,
-                    place.channels,
-                    bool(of.counters[i]),
-                    own.keep_channels,
-                    own.channel_dim,
-                    place.owners,
-                    of.group_sizes[i],
-                    own.site.tensor if place.site is not None and place.peers else "",
-                    bool(place.peers) or not own.is_parameter,
-                    bool(folded[i]),
+                own._replace(
+                    site=place.site or own.site,
+                    channels=place.channels,
+                    owners=place.owners,
+                    apart_of=own.site.tensor if place.site is not None and place.peers else "",
+                    is_to_learn=is_unknown,
+                    has_folded=has_folded,
                 )
             )
         names = {row.site for row in rows}
         unmeasured = tuple(site for site in self._left_out if site not in names)
         table = Table(tuple(rows), of.bins, tuple(self._scalars), unmeasured, *self._settings, self._samples)
-        text = table.to_text()
-        return Local(table, text, checksum_of(text), places)
+        return Local(table, table.to_text(), places)
 
 
 class Union:
@@ -204,7 +192,9 @@ class Union:
     a row of which something was left out. ``compared``: as what ranks' states are compared, and where that stands;
     ``holders``: those of which it is to be learned who holds the same, and who may do so. ``alternatives``: sites of
     which it is not known whether ranks hold the same, with the rows that keep them apart. ``unlike``: sites of which
-    ranks have other channels. ``notes``: messages for the user.
+    ranks have other channels. ``whole``: sites that the rows lie as: totals in the first block, channels in the second,
+    histograms in the third; ``channel_begin`` where the channels of each begin side by side. ``notes``: messages for
+    the user.
     """
 
     def __init__(self, texts: Sequence[bytes], ranks: Sequence[int]) -> None:
@@ -239,13 +229,24 @@ class Union:
         self.sites = (*same, *unmeasured)
         self.place = {site: i for i, site in enumerate(self.sites)}
         self._fit(min(table.budget for table in tables.values()))
-        self.channels, self.counters = self._sizes(self.rows)
-        self.channel_begin, self.bin_begin = (np.cumsum([0, *sizes]) for sizes in (self.channels, self.counters))
+        channels, counters = self._sizes(self.rows)
+        self.channel_begin = np.cumsum([0, *channels])
+        sizes, is_wide = len(FIELDS) * channels, (channels > 1).astype(np.int64)
+        begin = np.where(is_wide, np.cumsum(sizes * is_wide), np.cumsum(sizes * (1 - is_wide))) - sizes
+        places = is_wide, begin, channels, np.full_like(channels, 2), np.cumsum(counters) - counters, counters
+        self.whole = Sites(
+            [row.site for row in self.rows],
+            [row.keep_channels for row in self.rows],
+            [row.channel_dim for row in self.rows],
+            [row.group_size for row in self.rows],
+            self.bins,
+            np.stack(places),
+        )
+        unknown = {text: [row.site for row in table.rows if row.is_to_learn] for text, table in tables.items()}
         self.holders: dict[Site, list[int]] = {}
         for rank, text in zip(ranks, texts, strict=True):
-            for row in tables[text].rows:
-                if row.compared_as and not row.is_known:
-                    self.holders.setdefault(row.site, []).append(rank)
+            for site in unknown[text]:
+                self.holders.setdefault(site, []).append(rank)
         self.alternatives: dict[Site, list[int]] = {}
         for i, row in enumerate(self.rows):
             if row.apart_of and Site(row.site.name, row.apart_of) not in same:

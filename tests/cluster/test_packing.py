@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hookstats import ExponentBins, LinearBins, Snapshot
-from hookstats.cluster.union import OwnSite, Place
+from hookstats.cluster.union import Place, TableRow
 from hookstats.numbers.fields import FIELDS, STATISTICS, Bins, Site, Skipped, Stats, histogram_shape
 from hookstats.numbers.frame import Sites, StepFrame
 from hookstats.records.wire import of_step, step_from
@@ -372,7 +372,7 @@ def wander(seed: int, bins: Bins | None, rank: int) -> StepFrame:
     return layout.frame(words, hidden.tolist(), readings.tolist(), 4.0, **given)
 
 
-def counted_by_all(own: OwnSite) -> Place:
+def counted_by_all(own: TableRow) -> Place:
     return Place(own.channels, "each")
 
 

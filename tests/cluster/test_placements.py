@@ -16,13 +16,11 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hookstats._warn import warn
 from hookstats.cluster.groups import Axis, Group, checked_placements, group_of
 from hookstats.cluster.placements import Placements, cuts_of, part_of
-from hookstats.cluster.union import OwnSite, Place
+from hookstats.cluster.union import Place, TableRow
 from hookstats.modules.sharding import LocalShard, Sharding
 from hookstats.numbers.fields import Site
-from tests.plain import hearing
 
 
 @contextmanager
@@ -35,15 +33,15 @@ def as_rank(rank: int, world: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def own(site: tuple[str, str], channels: int, dim: int = -1) -> OwnSite:
-    return OwnSite(Site(*site), channels, True, 0 if "param" in site[1] else dim)
+def own(site: tuple[str, str], channels: int, dim: int = -1) -> TableRow:
+    return TableRow(Site(*site), channels, False, True, 0 if "param" in site[1] else dim)
 
 
 def placed(model: nn.Module, site: tuple[str, str], held: LocalShard, group: Any = None, wanted: Any = None) -> Place:
     merged = group_of(dist.group.WORLD if group is None else group)
     names = [*(name for name, _ in model.named_modules()), *(name for name, _ in model.named_parameters())]
-    placements = Placements(model, merged, checked_placements(wanted, merged, names), lambda key, text: warn(text))
-    return placements.placing({Site(*site): held})(own(site, held.channels or 1))
+    placements = Placements(model, merged, checked_placements(wanted, merged, names), {Site(*site): held}, {})
+    return placements(own(site, held.channels or 1))
 
 
 def chunk(rows: torch.Tensor, coordinate: int, size: int) -> torch.Tensor:
@@ -87,18 +85,15 @@ def test_even_pieces_lie_where_torch_says() -> None:
                     assert part_of(24, cuts, frozenset(range(3))) == (24, at[0], whole[0]), (placements, i, j)
 
 
-def test_channels_that_do_not_lie_side_by_side_have_no_place() -> None:
+def test_channels_that_do_not_lie_side_by_side_are_merged_as_totals() -> None:
     axis = Axis("dp", (0, 1), 0)
     assert cuts_of([axis], [_StridedShard(0, split_factor=2)], 0) is None
     assert cuts_of([axis], [_StridedShard(0, split_factor=2)], 1) == []
     with as_rank(1, 2):
         mesh = init_device_mesh("cpu", (2,))
         held = LocalShard(4, Sharding(mesh, (_StridedShard(0, split_factor=2),), 0, 8))
-        with hearing() as told:
-            found = placed(nn.Linear(2, 8), ("weight", "param"), held)
-        assert found.site == Site("weight", "param[rank=1]")
-        assert found.channels == 4
-    assert "do not lie side by side" in told[0]
+        found = placed(nn.Linear(2, 8), ("weight", "param"), held)
+        assert (found.channels, found.owners, found.counts) == (1, 0, True)  # totals
 
 
 def test_a_group_of_some_of_a_meshs_ranks_merges_what_these_hold() -> None:
@@ -116,7 +111,7 @@ def test_a_group_of_some_of_a_meshs_ranks_merges_what_these_hold() -> None:
         assert placed(model, ("bias", "param"), norm, mesh["dp"]).counts
 
 
-def test_where_a_dimension_is_counted_from_another_end_it_is_told() -> None:
+def test_where_a_dimension_is_counted_from_another_end_there_are_totals() -> None:
     with as_rank(1, 2):
         model = nn.Linear(4, 6)
         for wanted, channels, site in ((Shard(-1), 12, None), (Shard(0), 6, None), (Shard(-2), 6, None)):
@@ -125,10 +120,8 @@ def test_where_a_dimension_is_counted_from_another_end_it_is_told() -> None:
         assert placed(model, ("weight", "param"), LocalShard(6, None), wanted={"weight": Shard(-2)}).channels == 12
         assert placed(model, ("weight", "param"), LocalShard(6, None), wanted={"weight": Shard(1)}).channels == 6
         assert not placed(model, ("", "output"), LocalShard(6, None), wanted={"": Replicate()}).counts
-        with hearing() as told:
-            found = placed(model, ("", "output"), LocalShard(6, None), wanted={"": Shard(1)})
-        assert found.site == Site("", "output[rank=1]")
-        assert "Shard(-2)" in told[0]
+        found = placed(model, ("", "output"), LocalShard(6, None), wanted={"": Shard(1)})
+        assert (found.channels, found.offset, found.site) == (1, 0, None)  # totals
 
 
 def test_what_names_the_ranks_is_checked() -> None:
