@@ -143,12 +143,13 @@ def parallel() -> None:
 
 def faults() -> None:
     def tell(name: str, told: list[Any]) -> None:
-        for rank, (present, warnings) in enumerate(told):
+        for rank, each in enumerate(told):
+            present, warnings = each or ("gone", [])
             print(f"{name}, rank {rank}: steps by {present}, {len(warnings)} warnings: {warnings}")
 
     ended = processes.outcomes(test_lost_ranks.is_killed, 4, 8)
     print(f"rank 2 is killed: exit codes {[each.code for each in ended]}")
-    tell("killed", [each.result for each in ended if each.result])
+    tell("killed", [each.result for each in ended])
     tell("frozen", processes.run(test_lost_ranks.is_frozen, 3))
     late = processes.run(test_merging.comes_late, 3, 100)
     print(f"rank 1 is late by 100 steps: merged {[len(set(present)) == 1 for present, _ in late]}, {late[0][1]}")
