@@ -210,13 +210,14 @@ class Placements:
             return None
         is_input = kind_of(site.tensor).is_input
         natural = input_channels(module, None) if is_input else natural_channels(module)
+        wide = natural.width if natural is not None else None
         for parameter in list(module._parameters.values()):  # the trainer may replace them meanwhile
             axes = self._axes_of(parameter.device_mesh) if isinstance(parameter, DTensor) else None
             if axes is None:
                 continue
             here = [pair for pair in zip(axes, parameter.placements, strict=True) if pair[0] in self._parallel]
             for dim, size in enumerate(parameter.shape):
-                if size != (natural.width if natural else size if dim == 0 and not is_input else None):
+                if wide != size and (wide is not None or dim != 0 or is_input):
                     continue
                 cuts = cuts_of([axis for axis, _ in here], [each for _, each in here], dim)
                 span = part_of(size, cuts, self._ranks) if cuts else None
