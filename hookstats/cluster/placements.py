@@ -137,10 +137,11 @@ class Placements:
         return all(axis.coordinate == _members(axis, self._ranks)[0] for axis in axes)
 
     def _along(self, axes: Sequence[Axis]) -> tuple[int, ...]:
-        """Return the merged ranks that differ from this one along these axes alone."""
+        """Return the merged ranks that differ from this one along these axes alone; (): their numbers are irregular."""
         rank = dist.get_rank()
         steps = [[axis.ranks[each] - rank for each in _members(axis, self._ranks)] for axis in axes]
-        return tuple(sorted(rank + sum(each) for each in itertools.product(*steps)))
+        found = {rank + sum(each) for each in itertools.product(*steps)}
+        return tuple(sorted(found)) if len(found) == math.prod(map(len, steps)) and found <= self._ranks else ()
 
     def _place_dtensor(self, own: TableRow, sharding: Sharding, channels: int | None) -> Place:
         mesh, placements, dim, size = sharding
