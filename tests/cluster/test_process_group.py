@@ -188,6 +188,7 @@ def test_the_thread_of_a_monitor_that_is_gone_ends() -> None:
 
 
 def silent(rank: int, world: int) -> Any:
+    dist.barrier()  # or one rank ends while the other one still connects
     messages: list[str] = []
     log = logging.getLogger("hookstats")
     log.addFilter(lambda record: messages.append(record.getMessage()))
