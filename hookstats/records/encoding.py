@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from hookstats.numbers.fields import FIELDS, STATISTICS, Counts, Site, bins_to_json
+from hookstats.numbers.fields import FIELDS, STATISTICS, Array, Counts, Site, Stats, bins_to_json, unscale
 from hookstats.numbers.frame import StepFrame
-from hookstats.numbers.ranks import drifts_to_json
+from hookstats.numbers.given import Given
 from hookstats.records.arrays import from_list, to_arrow
-from hookstats.records.derived import finished
 from hookstats.records.schema import FLUSH, SAME_AS, STATE, names_of, plain, written
+from hookstats.records.wire import about
 
 _NULL = -(2**31)  # in integers of totals, until they are a table
 
@@ -28,22 +29,45 @@ class Key(NamedTuple):
     record: int
 
 
-Columns = dict[
-    str, Any
-]  # of some rows: arrays of which the last axis is that of the rows, or of what is in their lists
+# Of some rows: lists of values, or arrays of which the last axis is that of the rows, or of what is in their lists.
+Columns = dict[str, Any]
+Piece = tuple[str, Columns, int]  # of a table, and about how many bytes that is
 
 
-def totals_of(frame: StepFrame, key: Key, ids: Counts) -> Iterator[tuple[Columns, int]]:
-    """Columns of the rows of a step, with ``wholes``, from which the others follow; and their bytes.
+def of_step(frame: StepFrame, key: Key, ids: Counts) -> Iterator[Piece]:
+    """Yield columns for the tables of a run. ids: of frame.sites."""
+    since = min([frame.step, *frame.earlier_scalars, *frame.sample_ids])
+    said = {name: json.dumps(each) if isinstance(each, list) else each for name, each in about(frame).items()}
+    said["histogram"] = None if frame.bins is None else json.dumps(bins_to_json(frame.bins))
+    row = {**key._asdict(), **said, "sites": len(ids), "since": since}
+    yield "steps", {name: [value] for name, value in row.items()}, 8 * len(row)
+    if len(ids):
+        yield "totals", _totals(frame, key, ids), len(ids) * 8 * len(written("totals"))
+    yield from _details(frame, key, ids)
+    yield from of_given(Given({**frame.earlier_scalars, frame.step: frame.scalars}, frame.sample_ids), key)
 
-    ids: of frame.sites.
-    """
+
+def of_given(given: Given, key: Key) -> Iterator[Piece]:
+    """Yield columns of what was given with steps. key: of the step with which it came, of record -1 if with none."""
+    for number, scalars in given.scalars.items():
+        columns = _given(key, number, len(scalars))
+        columns |= {"name": [plain(name) for name in scalars], "value": list(scalars.values())}
+        yield "scalars", columns, 64 * len(scalars)
+    for number, ids in given.sample_ids.items():
+        yield "samples", {**_given(key, number, 1), "ids": ids, "lengths": [len(ids)]}, 64 + ids.nbytes
+
+
+def _given(key: Key, number: int, rows: int) -> Columns:
+    columns = {**key._replace(step=number)._asdict(), "measured": key.record >= 0 and number == key.step}
+    return {name: [value] * rows for name, value in columns.items()}
+
+
+def _totals(frame: StepFrame, key: Key, ids: Counts) -> Columns:
+    """Columns of the rows of a step, with ``wholes``, from which the others follow."""
     sites, n = frame.sites, len(ids)
-    if not n:
-        return
     order = np.full(n, _NULL)
     order[frame.order] = np.arange(len(frame.order))
-    columns = {
+    return {
         **_keys(key, n),
         "site": ids,
         "place": np.arange(n),
@@ -57,45 +81,48 @@ def totals_of(frame: StepFrame, key: Key, ids: Counts) -> Iterator[tuple[Columns
         "has_histogram": sites.counters > 0,
         "wholes": frame.wholes,
     }
-    yield columns, n * 8 * len(written("totals"))
 
 
-def channels_of(frame: StepFrame, key: Key, ids: Counts) -> Iterator[tuple[Columns, int]]:
-    """Columns of states of several channels, a few MB at a time: ``lengths`` of rows, ``lists`` ``[fields, all]``."""
-    wide = np.flatnonzero(frame.sites.channels > 1).tolist()
-    return _lists_of(frame, key, ids, wide, frame.state)
+def _details(frame: StepFrame, key: Key, ids: Counts) -> Iterator[Piece]:
+    """Columns of states of several channels and of histograms, a few MB at a time.
 
-
-def histograms_of(frame: StepFrame, key: Key, ids: Counts) -> Iterator[tuple[Columns, int]]:
-    """Columns of histograms, in the same form."""
-    measured = np.flatnonzero(frame.sites.counters).tolist()
-    return _lists_of(frame, key, ids, measured, lambda i: np.asarray(frame.histogram(i)).reshape(1, -1))
-
-
-def _lists_of(
-    frame: StepFrame, key: Key, ids: Counts, places: list[int], part: Callable[[int], Any]
-) -> Iterator[tuple[Columns, int]]:
-    for chosen, parts in _portions(places, part):
+    ``channels`` and ``bins``: how many each row has; ``states`` ``[fields, all]`` and ``counts``: of all rows.
+    """
+    is_wide, has_bins = frame.sites.channels > 1, frame.sites.counters > 0
+    for chosen in _portions(np.flatnonzero(is_wide | has_bins), frame):
+        states = [frame.state(i) if is_wide[i] else np.empty((len(FIELDS), 0)) for i in chosen]
+        counts = [np.asarray(frame.histogram(i)).reshape(-1) if has_bins[i] else np.empty(0, np.int64) for i in chosen]
         columns = {
             **_keys(key, len(chosen)),
             "site": ids[chosen],
             "scale": frame.scales[chosen],
-            "lengths": np.array([each.shape[1] for each in parts]),
-            "lists": np.concatenate(parts, axis=1),
+            "channels": np.array([each.shape[1] for each in states]),
+            "bins": np.array([len(each) for each in counts]),
+            "states": np.concatenate(states, axis=1),
+            "counts": np.concatenate(counts),
         }
-        yield columns, columns["lists"].nbytes
+        yield "details", columns, columns["states"].nbytes + columns["counts"].nbytes
 
 
-def sites_table(table: str, rows: list[Columns], sites: list[Site]) -> pa.Table:
-    """Make a table of what `totals_of`, `channels_of` or `histograms_of` gave for several steps."""
-    columns = {name: np.concatenate([each[name] for each in rows], axis=-1) for name in rows[0]}
+def table_of(table: str, rows: list[Columns], sites: list[Site]) -> pa.Table:
+    """Make a table of columns of several steps."""
+    columns = {name: _joined([each[name] for each in rows]) for name in rows[0]}
     if table == "totals":
-        return _table(table, _finished(columns), sites)
-    offsets = _offsets(columns.pop("lengths"))
-    names = STATE.values() if table == "channels" else ["counts"]
-    for name, values in zip(names, columns.pop("lists"), strict=True):
-        columns[name] = pa.ListArray.from_arrays(offsets, to_arrow(values, written(table).field(name).type.value_type))
+        columns = _finished(columns)
+    elif table == "details":
+        channels = _offsets(columns.pop("channels"))
+        for name, values in zip(STATE.values(), columns.pop("states"), strict=True):
+            columns[name] = pa.ListArray.from_arrays(channels, to_arrow(values, pa.float64()))
+        bins, counts = _offsets(columns.pop("bins")), to_arrow(columns["counts"], pa.int64())
+        columns["counts"] = pa.ListArray.from_arrays(bins, counts)
+    elif table == "samples":
+        ids = to_arrow(columns["ids"], pa.int64())
+        columns["ids"] = pa.ListArray.from_arrays(_offsets(columns.pop("lengths")), ids)
     return _table(table, columns, sites)
+
+
+def _joined(parts: list[Any]) -> Any:
+    return np.concatenate(parts, axis=-1) if isinstance(parts[0], np.ndarray) else list(chain.from_iterable(parts))
 
 
 def _finished(columns: Columns) -> Columns:
@@ -105,7 +132,7 @@ def _finished(columns: Columns) -> Columns:
     for name in ("order", "channel_dim", "group_size"):
         columns[name] = to_arrow(columns[name], pa.int32(), columns[name] == _NULL)
     wholes = columns.pop("wholes")
-    stats = finished(wholes, columns["scale"])
+    stats: Stats[Array] = Stats(unscale(wholes, columns["scale"]))
     columns |= {name: getattr(stats, name) for name in STATISTICS}
     for field, name in STATE.items():
         if name not in STATISTICS:
@@ -115,60 +142,13 @@ def _finished(columns: Columns) -> Columns:
     return columns
 
 
-def step_row(frame: StepFrame, key: Key, sites: int) -> dict[str, Any]:
-    bins = frame.bins
-    return {
-        **key._asdict(),
-        "grad_scale": frame.grad_scale,
-        "overflowed": frame.overflowed,
-        "ranks": frame.ranks.to_text(),
-        "rows": frame.rows,
-        "drifts": json.dumps(drifts_to_json(frame.drifts)) if frame.drifts else None,
-        "histogram": None if bins is None else json.dumps(bins_to_json(bins)),
-        "sites": sites,
-        "skipped": json.dumps([[*site, *each] for site, each in frame.skipped.items()]) if frame.skipped else None,
-        "since": min([frame.step, *frame.earlier_scalars, *frame.sample_ids]),
-    }
-
-
-def scalar_rows(scalars: Mapping[str, float], key: Key, measured: bool) -> list[dict[str, Any]]:
-    """Rows of a step's scalars. key: with the step's number."""
-    return [
-        {**key._asdict(), "name": plain(name), "value": value, "measured": measured} for name, value in scalars.items()
-    ]
-
-
-def sample_rows(sample_ids: Mapping[int, Counts], key: Key) -> list[dict[str, Any]]:
-    """key: of the step with which they came."""
-    return [
-        {**key._replace(step=number)._asdict(), "ids": ids, "measured": key.record >= 0 and number == key.step}
-        for number, ids in sample_ids.items()
-    ]
-
-
-def small_table(table: str, rows: list[dict[str, Any]], sites: list[Site]) -> pa.Table:
-    """Make a table of rows of steps, scalars or samples."""
-    columns: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]}
-    if table == "samples":
-        ids = columns["ids"]
-        flat = to_arrow(np.concatenate(ids), pa.int64())
-        columns["ids"] = pa.ListArray.from_arrays(_offsets([len(each) for each in ids]), flat)
-    return _table(table, columns, sites)
-
-
-def _portions(places: list[int], part: Callable[[int], Any]) -> Iterator[tuple[list[int], list[Any]]]:
-    chosen: list[int] = []
-    arrays: list[Any] = []
-    size = 0
-    for i in places:
-        chosen.append(i)
-        arrays.append(part(i))
-        size += arrays[-1].nbytes
-        if size >= FLUSH:
-            yield chosen, arrays
-            chosen, arrays, size = [], [], 0
-    if chosen:
-        yield chosen, arrays
+def _portions(places: Counts, frame: StepFrame) -> Iterator[list[int]]:
+    """Split places of sites where what they hold fills FLUSH."""
+    channels, counters = frame.sites.channels[places], frame.sites.counters[places]
+    sizes = np.cumsum(8 * (len(FIELDS) * channels * (channels > 1) + counters))
+    for portion in np.split(places, np.flatnonzero(np.diff(sizes // FLUSH)) + 1):
+        if len(portion):
+            yield portion.tolist()
 
 
 def _offsets(lengths: Any) -> pa.Array:

@@ -18,13 +18,11 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from hookstats.numbers.fields import Counts
 from hookstats.records import files
 from hookstats.records.errors import Damaged, SchemaError
 from hookstats.records.schema import ROW_GROUP, SCHEMAS, VERSION, writer_options, written
@@ -32,8 +30,6 @@ from hookstats.records.schema import ROW_GROUP, SCHEMAS, VERSION, writer_options
 _NAME = re.compile(r"a(\d{4,9})(?:-(\d{1,9}))?\.(-?\d{7,19})-(-?\d{7,19})\.parquet")
 _METADATA = b"hookstats"
 _CHECKSUM = b'"crc32": "'  # in the metadata; the checksum is that of the footer with zeros in its place
-_LARGEST = 1 << 31  # bytes of a row group
-_KEYS = ("step", "site", "attempt", "record")
 
 
 class Name(NamedTuple):
@@ -139,13 +135,9 @@ def seal(descriptor: int) -> None:
 
 
 class Footer(NamedTuple):
-    """The footer of a file. bounds: of each row group its rows, bytes, and the ends of keys.
-
-    consumed: the position in the ring up to which all was committed with it; records: how many steps its attempt had.
-    """
+    """consumed: the position in the ring up to which all was committed with a file; records: steps of its attempt."""
 
     metadata: pq.FileMetaData
-    bounds: dict[str, Counts]
     consumed: int
     records: int
 
@@ -165,7 +157,7 @@ def read_footer(path: Path) -> Footer:
             f"{path}: expected schema version {VERSION}, got {told['version']}: this run was recorded by another "
             "version of hookstats; read it with that one, or record into another directory"
         )
-    return Footer(metadata, _bounds(metadata), told["consumed"], told["records"])
+    return Footer(metadata, told["consumed"], told["records"])
 
 
 def _raw_footer(descriptor: int, size: int) -> bytes:
@@ -182,24 +174,6 @@ def _place_of_checksum(raw: bytes | bytearray) -> int:
     if at < 0:
         raise ValueError("expected a checksum of the footer, got none")
     return at + len(_CHECKSUM)
-
-
-def _bounds(metadata: pq.FileMetaData) -> dict[str, Counts]:
-    names = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
-    keys = [name for name in _KEYS if name in names]
-    found: dict[str, list[Any]] = {"rows": [], "bytes": [], **{f"{key}_{end}": [] for key in keys for end in _ENDS}}
-    for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
-        found["rows"].append(group.num_rows)
-        found["bytes"].append(group.total_byte_size)
-        for key in keys:
-            statistics = group.column(names.index(key)).statistics
-            for end in _ENDS:
-                found[f"{key}_{end}"].append(getattr(statistics, end))
-    return {name: np.array(values, np.int64) for name, values in found.items()}
-
-
-_ENDS = ("min", "max")
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from hookstats.numbers.fields import Counts, Site
 from hookstats.records.arrays import to_arrow, to_numpy
 from hookstats.records.attempts import Attempt, attempts_in
-from hookstats.records.derived import columns_for, completed
 from hookstats.records.errors import NO_STEP, Damaged, RunError, tell_once
 from hookstats.records.files import read_json
 from hookstats.records.parts import Footer, Name, checked, list_parts, read_footer
@@ -33,6 +32,29 @@ class Chosen(NamedTuple):
 
     steps: tuple[int, int] | None = None
     sites: Counts | None = None
+
+    def groups(self, metadata: pq.FileMetaData) -> Counts:
+        """Return the row groups that may hold such rows, as far as their smallest and largest keys tell."""
+        place = {metadata.schema.column(i).path: i for i in range(metadata.num_columns)}
+        found = []
+        for i in range(metadata.num_row_groups):
+            step, site = (metadata.row_group(i).column(place.get(key, 0)).statistics for key in ("step", "site"))
+            in_steps = self.steps is None or (step.max >= self.steps[0] and step.min <= self.steps[1])
+            if in_steps and (self.sites is None or _lies_within(self.sites, site.min, site.max)):
+                found.append(i)
+        return np.array(found, np.int64)
+
+    def rows(self, table: pa.Table) -> pa.Table:
+        mask = np.ones(len(table), bool)
+        if self.sites is not None:
+            mask &= np.isin(to_numpy(table["site"]), self.sites)
+        if self.steps is not None:
+            step = to_numpy(table["step"])
+            mask &= (step >= self.steps[0]) & (step <= self.steps[1])
+        return table if mask.all() else table.filter(to_arrow(mask, pa.bool_()))
+
+
+ALL = Chosen()
 
 
 class Reader:
@@ -98,36 +120,22 @@ class Reader:
 
     def part(self, table: str, name: Name, columns: Sequence[str], chosen: Chosen) -> pa.Table:
         """Return rows of one file. FileNotFoundError if it was merged away; Damaged."""
-        bounds = self.footer(table, name).bounds
-        groups = _overlapping(bounds, chosen)
-        if not len(groups):
-            return _empty(table, columns)
-        steps = bounds["step_min"][groups].min(), bounds["step_max"][groups].max()
-        if chosen.steps and chosen.steps[0] <= steps[0] and steps[1] <= chosen.steps[1]:
-            chosen = chosen._replace(steps=None)
+        return pa.concat_tables([_empty(table, columns), *self.pieces(table, name, columns, chosen)])
+
+    def pieces(self, table: str, name: Name, columns: Sequence[str], chosen: Chosen = ALL) -> Iterator[pa.Table]:
+        """Yield rows of a file, some row groups at a time."""
+        metadata, path = self.footer(table, name).metadata, self.folder / table / str(name)
         keys = [*(["step"] if chosen.steps else []), *(["site"] if chosen.sites is not None else [])]
         needed = list(dict.fromkeys([*columns, *keys]))
-        read = [_filtered(rows, chosen) for rows in self._groups(table, name, needed, groups)]
-        return pa.concat_tables([rows.select(list(columns)) for rows in read])
-
-    def row_groups(self, table: str, name: Name, columns: Sequence[str]) -> Iterator[pa.Table]:
-        """Yield all rows of a file, some row groups at a time."""
-        count = len(self.footer(table, name).bounds["rows"])
-        return self._groups(table, name, columns, np.arange(count))
-
-    def _groups(self, table: str, name: Name, columns: Sequence[str], groups: Counts) -> Iterator[pa.Table]:
-        footer, path = self.footer(table, name), self.folder / table / str(name)
         with checked(path):
-            there = columns_for(columns, footer.metadata.schema.to_arrow_schema().names)
-            expected = pa.schema([SCHEMAS[table].field(column) for column in there])
-            options = {"metadata": footer.metadata, "page_checksum_verification": True, "pre_buffer": False}
+            options = {"metadata": metadata, "page_checksum_verification": True, "pre_buffer": False}
             with pq.ParquetFile(path, **options) as file:
-                for few in _portions(groups, footer.bounds["bytes"]):
-                    rows = file.read_row_groups(few.tolist(), columns=there, use_threads=False).select(there)
-                    if rows.schema != expected or rows.num_rows != footer.bounds["rows"][few].sum():
+                for few in _portions(metadata, chosen.groups(metadata)):
+                    rows = file.read_row_groups(few, columns=needed, use_threads=False).select(needed)
+                    if rows.schema != (expected := _empty(table, needed).schema):
                         raise ValueError(f"expected {expected}, got {rows.schema}")
                     rows.validate(full=True)
-                    yield completed(rows, columns)
+                    yield chosen.rows(rows).select(list(columns))
 
 
 def read_sites(folder: Path) -> list[Site]:
@@ -139,7 +147,7 @@ def read_sites(folder: Path) -> list[Site]:
     except Damaged as error:
         leave_out(error)
     found: dict[int, Site] = {}
-    for table in ("totals", "channels", "histograms"):
+    for table in ("totals", "details"):
         for name in list_parts(folder).counting[table]:
             try:
                 rows = pq.ParquetFile(folder / table / str(name)).read(["site", *Site._fields])
@@ -157,31 +165,18 @@ def leave_out(error: Damaged) -> None:
     tell_once(error.path, f"{error}; it is left out: hookstats recover sets it aside")
 
 
+def _lies_within(sites: Counts, low: int, high: int) -> bool:
+    """Tell whether one of these sites, ascending, is from low to high."""
+    return bool(np.searchsorted(sites, low) < np.searchsorted(sites, high, "right"))
+
+
 def _empty(table: str, columns: Sequence[str]) -> pa.Table:
     return pa.Table.from_batches([], pa.schema([SCHEMAS[table].field(name) for name in columns]))
 
 
-def _overlapping(bounds: dict[str, Counts], chosen: Chosen) -> Counts:
-    wanted = np.ones(len(bounds["rows"]), bool)
-    if chosen.steps:
-        wanted &= (bounds["step_max"] >= chosen.steps[0]) & (bounds["step_min"] <= chosen.steps[1])
-    if chosen.sites is not None:
-        first = np.searchsorted(chosen.sites, bounds["site_min"])
-        wanted &= np.searchsorted(chosen.sites, bounds["site_max"], side="right") > first
-    return np.flatnonzero(wanted)
-
-
-def _portions(groups: Counts, sizes: Counts) -> list[Counts]:
-    """Row groups that are read at once: many small ones, or a large one. sizes: bytes of each row group."""
-    ends = np.cumsum(sizes[groups])
-    return np.split(groups, np.flatnonzero(np.diff(ends // _AT_ONCE)) + 1) if len(groups) else []
-
-
-def _filtered(rows: pa.Table, chosen: Chosen) -> pa.Table:
-    mask = np.ones(len(rows), bool)
-    if chosen.sites is not None:
-        mask &= np.isin(to_numpy(rows["site"]), chosen.sites)
-    if chosen.steps:
-        step = to_numpy(rows["step"])
-        mask &= (step >= chosen.steps[0]) & (step <= chosen.steps[1])
-    return rows if mask.all() else rows.filter(to_arrow(mask, pa.bool_()))
+def _portions(metadata: pq.FileMetaData, groups: Counts) -> Iterator[list[int]]:
+    """Split row groups into those that are read at once: many small ones, or a large one."""
+    ends = np.cumsum([metadata.row_group(i).total_byte_size for i in groups.tolist()])
+    for few in np.split(groups, np.flatnonzero(np.diff(ends // _AT_ONCE)) + 1):
+        if len(few):
+            yield few.tolist()

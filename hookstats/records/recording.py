@@ -28,6 +28,7 @@ from hookstats.records.attempts import begin_attempt, is_training, open_attempts
 from hookstats.records.endings import Exits, ending_of
 from hookstats.records.errors import RunError
 from hookstats.records.findings import read_findings
+from hookstats.records.parts import list_parts
 from hookstats.records.places import rank_folder
 from hookstats.records.ring import Ring
 from hookstats.records.writing import Thinning, WriterProcess
@@ -47,15 +48,7 @@ class Recording:
     _left: Sequence[Finding] = ()  # found at the end, when the ring is gone
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        rules: Iterable[Rule | str] | None = None,
-        sinks: Iterable[Any] = (),
-        ring_bytes: int | None = None,
-        every_rank: bool = False,
-        on_finding: Callable[[Finding], object] | str | None = "log",
-        escalate: int = 0,
+        self, path: Any, rules: Any, sinks: Any, ring_bytes: Any, every_rank: Any, on_finding: Any, escalate: Any
     ) -> None:
         if not isinstance(every_rank, bool):
             raise TypeError(f"every_rank: expected True or False, got {every_rank!r}")
@@ -120,7 +113,9 @@ class Recording:
         about = {**settings, "hookstats": _version(), "host": socket.gethostname(), "time": time.time()}
         attempt, self._lock, self._signals = begin_attempt(self._folder, about, rules)
         self._attempt, self._ring_path = attempt.attempt, Path(attempt.ring)
-        self._before = self._recorded_before()
+        reached = list_parts(self._folder).reached
+        newest = max((number for number, _ in reached), default=None)  # all of its steps count
+        self._before = max((last for (number, _), last in reached.items() if number == newest), default=None)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         judges = {"rules": rules, "sinks": self._sinks}
         self._writer = WriterProcess(self._folder, self._attempt, self._wake, judges, self._tell)
@@ -148,25 +143,15 @@ class Recording:
                     "detach its monitor, or choose another directory"
                 )
 
-    def _recorded_before(self) -> list[int]:
-        """Return the steps of earlier attempts that count. Whoever reads them reports what cannot be read."""
-        if self._attempt > 1:
-            from hookstats.records.run import Run  # it needs pyarrow, which a first attempt need not import
-
-            with suppress(Exception):
-                return Run(self._folder, None, None, None).steps
-        return []
-
     def _tell_hidden(self, first: int) -> None:
         """Say at the first step of this attempt which steps of earlier ones it hides."""
-        before, self._before = self._before, []
-        hidden = [step for step in before if step >= first]
-        if hidden:
+        before, self._before = self._before, None
+        if before is not None and before >= first:
             self._tell(
                 "hidden",
-                f"attempt {self._attempt} in {self.path} begins at step {first}: of the steps {before[0]} to "
-                f"{before[-1]}, recorded there before, {len(hidden)} no longer count, {hidden[0]} to {hidden[-1]}; to "
-                "keep two runs apart, record each into a directory of its own",
+                f"attempt {self._attempt} in {self.path} begins at step {first}: of the steps up to {before}, recorded "
+                f"there before, those from {first} on no longer count; to keep two runs apart, record each into a "
+                "directory of its own",
             )
 
     def take(self, frame: StepFrame) -> None:
@@ -261,7 +246,7 @@ class Recording:
         if why is not None:
             self._tell("drop", f"a step is not recorded, the ring of {ring.capacity} bytes cannot take it: {why}")
             return
-        self._thinning.dropped(ring)
+        self._thinning.left_out(ring)
 
     def _tell_behind(self, advice: str) -> None:
         self._tell(
@@ -293,40 +278,35 @@ class Recording:
 
     def wait(self, timeout: float) -> None:
         """Wait until all that was taken is judged. TimeoutError; RuntimeError if recording has stopped."""
-        end = time.monotonic() + timeout
         ring = self._ring
         if ring is not None and os.getpid() != self._pid:  # its memory is not mapped in a process that was forked
             raise RuntimeError(f"expected process {self._pid}, which records into {self.path}, got {os.getpid()}")
-        if ring is not None and not self._is_over():
-            os.eventfd_write(self._wake, 1)
-        while ring is not None and ring.judged < ring.written:
-            if not self._is_over():
-                self._look_after(ring)
-            if self._is_over():
-                raise RuntimeError(f"expected a verdict on every closed step, but the recording of {self.path} stopped")
-            if time.monotonic() > end:
-                raise TimeoutError(f"expected a verdict on every closed step within {timeout} s, got none of the last")
-            time.sleep(0.002)
+        if ring is not None and not self._reaches(ring, "judged", ring.written, timeout, 0.002):
+            raise RuntimeError(f"expected a verdict on every closed step, but the recording of {self.path} stopped")
 
     def written(self, timeout: float) -> Path:
         """Return the run's directory as soon as all that was taken is in its tables. TimeoutError.
 
         Where recording has stopped, what came before is there.
         """
-        end = time.monotonic() + timeout
         ring = self._ring
-        head = 0 if ring is None else ring.head
-        if ring is not None:
-            ring.wanted = head  # else it is written later
-            os.eventfd_write(self._wake, 1)
-        while ring is not None and ring.tail < head and not self._is_over():
-            self._look_after(ring)
-            if time.monotonic() > end:
-                raise TimeoutError(
-                    f"expected all steps in {self.path} within {timeout:.1f} s; some are not written yet"
-                )
-            time.sleep(0.02)
+        if ring is not None and not self._is_over():
+            ring.wanted = ring.head  # else it is written later
+            self._reaches(ring, "tail", ring.head, timeout, 0.02)
         return self.path
+
+    def _reaches(self, ring: Ring, word: str, value: int, timeout: float, pause: float) -> bool:
+        """Wait until a word of the ring is as large. False: recording has stopped. TimeoutError."""
+        end = time.monotonic() + timeout
+        if not self._is_over():
+            os.eventfd_write(self._wake, 1)
+        while getattr(ring, word) < value:
+            if self._is_over() or not self._look_after(ring):
+                return False
+            if time.monotonic() > end:
+                raise TimeoutError(f"{self.path}: expected all steps to be {word} within {timeout:.1f} s; some are not")
+            time.sleep(pause)
+        return True
 
     def close(
         self, overhead: Mapping[str, float] | None = None, error: BaseException | None = None, timeout: float = 60
@@ -358,7 +338,7 @@ class Recording:
     def _finish(self, ring: Ring, overhead: Mapping[str, float] | None, ending: str, timeout: float) -> None:
         if any(self._given):
             self._send_given(ring)
-        self._thinning.at_end(ring)
+        self._thinning.left_out(ring, 1)
         if overhead is not None:
             ring.write(wire.OVERHEAD, wire.of_overhead(overhead))
         self._ended(ending)
@@ -476,12 +456,4 @@ def record(
     Raises:
         ImportError: without pyarrow. TypeError, ValueError: for other rules, sinks, ring_bytes, on_finding or escalate.
     """
-    return Recording(
-        path,
-        rules=rules,
-        sinks=sinks,
-        ring_bytes=ring_bytes,
-        every_rank=every_rank,
-        on_finding=on_finding,
-        escalate=escalate,
-    )
+    return Recording(path, rules, sinks, ring_bytes, every_rank, on_finding, escalate)

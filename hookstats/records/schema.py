@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from hookstats.numbers.fields import FIELDS, STATISTICS, Site
 from hookstats.records.arrays import from_list, to_arrow
 
-VERSION = 7
+VERSION = 8
 ROW_GROUP = 10_000  # rows of totals
 FLUSH = 8 << 20  # bytes that are held before they are written as row groups
-LISTS = 1 << 20  # the same of channels and of histograms: one step is read without many others
+LISTS = 1 << 20  # the same of details: one step is read without many others
 
 # Of each field of a state, the column that holds it; those not in STATISTICS are raw.
 STATE = {name: name if name in ("count", "zeros", "nans", "posinfs", "neginfs") else f"state_{name}" for name in FIELDS}
@@ -44,7 +44,7 @@ _COLUMNS: dict[str, dict[str, pa.DataType]] = {
     # since: the smallest step of which it has scalars or ids of samples, or its own.
     # histogram: the bins, as JSON; null where there are none. ranks: whose numbers these are, "0-7 of 8".
     # rows: of activations and their gradients, every so-many-th row was read; 1: all.
-    # drifts: replicas that are none, as JSON (numbers/ranks.py); null where there are none.
+    # drifts: replicas that are none, as JSON (numbers/ranks.py).
     "steps": {
         **_KEYS,
         "grad_scale": pa.float64(),
@@ -58,7 +58,7 @@ _COLUMNS: dict[str, dict[str, pa.DataType]] = {
         "since": pa.int64(),
     },
     # One row for each site of a step. place: in the Snapshot; order: in the order of execution, null where silent.
-    # channels: how many the state had that was sent; more than one are in the table channels. group_size: how many of
+    # channels: how many the state had that was sent; more than one are in the table details. group_size: how many of
     # them belong together, or null.
     "totals": {
         **_KEYS,
@@ -75,8 +75,15 @@ _COLUMNS: dict[str, dict[str, pa.DataType]] = {
         **dict.fromkeys(STATISTICS, pa.float64()),
         **{name: pa.float64() for name in STATE.values() if name not in STATISTICS},
     },
-    "channels": {**_KEYS, **_SITE, "scale": pa.float64(), **dict.fromkeys(STATE.values(), _DOUBLES)},
-    "histograms": {**_KEYS, **_SITE, "scale": pa.float64(), "counts": pa.list_(pa.int64())},
+    # One row for each site of a step with several channels, whose states it has, or with a histogram: its counts, of
+    # channels one after another. A list is empty where there is no such thing.
+    "details": {
+        **_KEYS,
+        **_SITE,
+        "scale": pa.float64(),
+        **dict.fromkeys(STATE.values(), _DOUBLES),
+        "counts": pa.list_(pa.int64()),
+    },
     # Of every step. Those of a step that was not recorded (measured is false) have the record with which they came, or
     # -1 where they came with none, and the time at which they came.
     "scalars": {**_KEYS, "name": pa.string(), "value": pa.float64(), "measured": pa.bool_()},

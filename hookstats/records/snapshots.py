@@ -11,16 +11,15 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from hookstats.numbers.fields import FIELDS, Array, Counts, Site, Skipped, histogram_shape
+from hookstats.numbers.fields import FIELDS, Array, Counts, histogram_shape
 from hookstats.numbers.frame import Memory, Sites, StepFrame, block_of
-from hookstats.numbers.ranks import drifts_from_json
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.records.arrays import is_null, to_arrow, to_numpy
-from hookstats.records.derived import wholes_of
 from hookstats.records.errors import LeftOut
 from hookstats.records.reading import Chosen, Reader
 from hookstats.records.schema import SAME_AS, STATE
 from hookstats.records.timeline import Timeline
+from hookstats.records.wire import about_from
 
 _SITES = ["site", "place", "order", "calls", "scale", "channels", "keeps_channels", "channel_dim", "group_size"]
 _SITES += ["has_histogram"]
@@ -52,10 +51,10 @@ class Snapshots:
         scalars = self.table("scalars", ["step", "name", "value"], rows)
         samples = self.table("samples", ["step", "ids"], rows)
         at = self._timeline.step[rows], self._timeline.attempt[rows]
-        has_channels, has_histograms = (self._reader.covered(table, *at) for table in ("channels", "histograms"))
+        is_detailed = self._reader.covered("details", *at)
         for i, row in enumerate(rows):
             if self._sites is not None or len(totals[i]) == self._timeline.columns["sites"][row]:
-                frame = self._frame(row, totals[i], bool(has_channels[i]), bool(has_histograms[i]))
+                frame = self._frame(row, totals[i], bool(is_detailed[i]))
                 yield Snapshot(replace(frame, **self._given(row, scalars[i], samples[i])))
 
     def table(self, table: str, columns: Sequence[str], rows: Sequence[int]) -> list[pa.Table]:
@@ -86,44 +85,37 @@ class Snapshots:
         named: dict[int, dict[str, float]] = {}
         for number, name, value in zip(*(scalars[name].to_pylist() for name in scalars.column_names[2:]), strict=True):
             named.setdefault(number, {})[name] = value
-        skipped = {Site(name, tensor): Skipped(*why) for name, tensor, *why in json.loads(of_step["skipped"] or "[]")}
+        said = about_from({**of_step, **{name: json.loads(of_step[name]) for name in ("drifts", "skipped")}})
+        if self._shown is not None:
+            said["skipped"] = {site: why for site, why in said["skipped"].items() if site in self._shown}
         return {
             "scalars": named.pop(int(self._timeline.step[row]), {}),
             "earlier_scalars": named,
             "sample_ids": dict(zip(samples["step"].to_pylist(), lists(samples["ids"]), strict=True)),
-            "grad_scale": of_step["grad_scale"],
-            "overflowed": of_step["overflowed"],
-            "skipped": {site: why for site, why in skipped.items() if self._shown is None or site in self._shown},
-            "ranks": self._timeline.ranks[row],
-            "rows": of_step["rows"],
-            "drifts": drifts_from_json(json.loads(of_step["drifts"] or "[]")),
+            **said,
         }
 
-    def _frame(self, row: int, totals: pa.Table, has_channels: bool, has_histograms: bool) -> StepFrame:
-        """Make a frame, of totals alone if the files with channels or histograms cannot be read."""
+    def _frame(self, row: int, totals: pa.Table, is_detailed: bool) -> StepFrame:
+        """Make a frame, of totals alone if the files with details cannot be read."""
         ids, calls = to_numpy(totals["site"]), to_numpy(totals["calls"])
         order, fired = to_numpy(totals["order"]), np.flatnonzero(~is_null(totals["order"]))
-        wholes, bins, n = wholes_of(totals), self._timeline.bins[row], len(ids)
-        channels = to_numpy(totals["channels"]) if has_channels else np.ones(n, np.int32)
-        keeps = to_numpy(totals["keeps_channels"]) & (has_channels | (channels == to_numpy(totals["channels"])))
-        has_histogram = to_numpy(totals["has_histogram"]) & has_histograms
+        wholes, bins, n = _wholes_of(totals), self._timeline.bins[row], len(ids)
+        measured = to_numpy(totals["channels"])
+        channels = measured if is_detailed else np.ones(n, np.int32)
+        keeps = to_numpy(totals["keeps_channels"]) & (channels == measured)
         counters = np.array([int(np.prod(histogram_shape(bins, width))) for width in channels.tolist()], np.int64)
-        places = {site: (i, int(channels[i])) for i, site in enumerate(ids.tolist())}
+        counters = np.where(to_numpy(totals["has_histogram"]) & is_detailed, counters, 0)
+        widths = np.where(channels > 1, channels, 0)
+        place = {site: i for i, site in enumerate(ids.tolist())}
 
         def read(block: int) -> Counts:
             """Return the totals, the states of several channels, or the histograms."""
             if block == 0:
                 return np.ascontiguousarray(wholes.T).view(np.int64).reshape(-1)
             if block == 1:
-                states = self._states(row, places)
-                return block_of([states[i] for i in sorted(states)])
-            histograms = self._histograms(row, places, has_histogram)
-            return block_of([], [histograms[i] for i in sorted(histograms)])
+                return block_of(self._details(row, place, list(STATE.values()), widths))
+            return block_of([], [counts[0] for counts in self._details(row, place, ["counts"], counters)])
 
-        is_wide = channels > 1
-        counters = np.where(has_histogram, counters, 0)
-        widths = np.where(is_wide, channels, 0)
-        begins = [len(FIELDS) * np.arange(n), len(FIELDS) * (np.cumsum(widths) - widths)]
         sites = Sites(
             [self._reader.sites[site] for site in ids.tolist()],
             keeps,
@@ -132,8 +124,8 @@ class Snapshots:
             bins,
             np.stack(
                 [
-                    1 * is_wide,
-                    np.where(is_wide, begins[1], begins[0]),
+                    widths > 0,
+                    len(FIELDS) * np.where(widths > 0, np.cumsum(widths) - widths, np.arange(n)),
                     channels,
                     np.full(n, 2),
                     np.cumsum(counters) - counters,
@@ -151,36 +143,32 @@ class Snapshots:
             known_wholes=wholes,
         )
 
-    def _states(self, row: int, places: dict[int, tuple[int, int]]) -> dict[int, Array]:
-        """Return a step's states of several channels, by place. places: of a site's id, its place and its channels."""
-        [rows] = self.table("channels", ["site", *STATE.values()], [row])
-        fields_of = [lists(rows[name]) for name in STATE.values()]
-        found = {
-            places[site][0]: np.stack([each[number] for each in fields_of])
-            for number, site in enumerate(rows["site"].to_pylist())
-        }
-        self._complete(row, "states", {place for place, channels in places.values() if channels > 1}, set(found))
-        return found
-
-    def _histograms(
-        self, row: int, places: dict[int, tuple[int, int]], has_histogram: NDArray[np.bool_]
-    ) -> dict[int, Counts]:
-        """Return a step's histograms, by place. has_histogram: of each place."""
-        found = dict[int, Counts]()
-        if has_histogram.any():
-            [rows] = self.table("histograms", ["site", "counts"], [row])
-            for site, counts in zip(rows["site"].to_pylist(), lists(rows["counts"]), strict=True):
-                place, channels = places[site]
-                found[place] = counts.reshape(histogram_shape(self._timeline.bins[row], channels))
-        self._complete(row, "histograms", set(np.flatnonzero(has_histogram).tolist()), set(found))
-        return found
-
-    def _complete(self, row: int, what: str, expected: set[int], got: set[int]) -> None:
-        if expected != got:
+    def _details(self, row: int, place: dict[int, int], columns: list[str], sizes: Counts) -> list[NDArray[Any]]:
+        """Return lists of a step, by place: ``[columns, size]`` of each site whose size is not 0."""
+        if not sizes.any():
+            return []
+        [rows] = self.table("details", ["site", *columns], [row])
+        lists_of = [lists(rows[name]) for name in columns]
+        found = {place[site]: np.stack(each) for site, *each in zip(rows["site"].to_pylist(), *lists_of, strict=True)}
+        expected = np.flatnonzero(sizes).tolist()
+        if [found[i].shape[1] if i in found else 0 for i in expected] != sizes[expected].tolist():
             raise LeftOut(
-                f"step {self._timeline.step[row]}: expected {what} of {len(expected)} sites, but a file with them "
-                f"cannot be read, and there are those of {len(got)}; read the step again for what is whole"
+                f"step {self._timeline.step[row]}: expected {columns[0]} of {len(expected)} sites, but a file with "
+                "them cannot be read; read the step again for what is whole"
             )
+        return [found[i] for i in expected]
+
+
+def _wholes_of(totals: pa.Table) -> Array:
+    """``[fields, rows]``: the states of rows with the columns of STATE and SAME_AS."""
+    wholes = np.empty((len(FIELDS), len(totals)))
+    for values, name in zip(wholes, STATE.values(), strict=True):
+        column = totals[name]
+        values[:] = to_numpy(column)
+        if column.null_count:
+            same = is_null(column)
+            values[same] = to_numpy(totals[SAME_AS[name]])[same]
+    return wholes
 
 
 def lists(column: pa.ChunkedArray) -> list[Any]:

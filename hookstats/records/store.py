@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,8 +29,6 @@ from hookstats.records.schema import FLUSH, LISTS, ROW_GROUP, SCHEMAS, names_of,
 
 FAN_IN = 4  # files that become one
 LARGE = 16 << 20  # bytes: such a file is not made larger, so that one step is not spread over the whole run
-_OF_SITES = {"totals": encoding.totals_of, "channels": encoding.channels_of, "histograms": encoding.histograms_of}
-_SMALL = ("steps", "scalars", "samples")
 
 
 class Progress(NamedTuple):
@@ -103,16 +101,15 @@ class Store:
         for table, names in reader.listed.counting.items():
             for name in names:
                 try:
-                    for _ in reader.row_groups(table, name, SCHEMAS[table].names):
+                    for _ in reader.pieces(table, name, SCHEMAS[table].names):
                         pass
                 except Damaged as error:
                     self.put_aside(error)
 
     def _forget(self) -> None:
         """Empty the open commit."""
-        self._held: dict[str, list[encoding.Columns]] = {table: [] for table in _OF_SITES}
-        self._bytes = dict.fromkeys(_OF_SITES, 0)  # of these
-        self._rows: dict[str, list[dict[str, Any]]] = {table: [] for table in _SMALL}
+        self._held: dict[str, list[encoding.Columns]] = {table: [] for table in SCHEMAS}
+        self._bytes = dict.fromkeys(SCHEMAS, 0)  # of these
         self._added = 0  # measured steps
         self._numbers: list[int] = []  # of all steps, the first and the last
         self._open = {}
@@ -174,54 +171,35 @@ class Store:
         ids: Counts = np.array([self._id_of[site] for site in frame.sites], np.int64)
         record = self._progress.records + self._added
         key = encoding.Key(frame.step, round(frame.time * 1e6), attempt.attempt, record)
-        for table, columns_of in _OF_SITES.items():
-            for columns, size in columns_of(frame, key, ids):
-                self._held[table].append(columns)
-                self._bytes[table] += size
-                self.size += size
-                if self._bytes[table] >= (FLUSH if table == "totals" else LISTS):
-                    self._flush(table)
-        self._rows["steps"].append(encoding.step_row(frame, key, len(ids)))
-        self._add_given(Given(frame.earlier_scalars, frame.sample_ids), key)
-        self._rows["scalars"] += encoding.scalar_rows(frame.scalars, key, measured=True)
-        self._reach([frame.step])
+        self._hold(encoding.of_step(frame, key, ids), [frame.step, *frame.earlier_scalars, *frame.sample_ids])
         self._added += 1
-        self._flush_many_rows()
 
     def add_given(self, given: Given, time: float) -> None:
         """Add what was given with steps that are not recorded; it counts with the next `commit`.
 
         time: when it came, in seconds since the epoch.
         """
-        self._add_given(given, encoding.Key(0, round(time * 1e6), self._begun().attempt, -1))
-        self._flush_many_rows()
+        key = encoding.Key(0, round(time * 1e6), self._begun().attempt, -1)
+        self._hold(encoding.of_given(given, key), [*given.scalars, *given.sample_ids])
 
-    def _add_given(self, given: Given, key: encoding.Key) -> None:
-        for number, scalars in given.scalars.items():
-            self._rows["scalars"] += encoding.scalar_rows(scalars, key._replace(step=number), measured=False)
-        self._rows["samples"] += encoding.sample_rows(given.sample_ids, key)
-        self._reach([*given.scalars, *given.sample_ids])
-
-    def _reach(self, numbers: list[int]) -> None:
+    def _hold(self, pieces: Iterable[encoding.Piece], numbers: list[int]) -> None:
+        """Keep columns until there are many of them. numbers: of their steps."""
+        for table, columns, size in pieces:
+            if not size:
+                continue
+            self._held[table].append(columns)
+            self._bytes[table] += size
+            self.size += size
+            if self._bytes[table] >= (LISTS if table == "details" else FLUSH):
+                self._flush(table)
         both = [*self._numbers, *numbers]
         self._numbers = [min(both), max(both)] if both else []
-
-    def _flush_many_rows(self) -> None:
-        ids = sum(len(row["ids"]) for row in self._rows["samples"])
-        if len(self._rows["scalars"]) > ROW_GROUP or ids * 8 > FLUSH:
-            self._flush_rows()
 
     def _flush(self, table: str) -> None:
         """Each row group of totals is sorted by site and step; `merge` sorts several."""
         rows, self._held[table], self._bytes[table] = self._held[table], [], 0
         if rows:
-            self._part(table).write(encoding.sites_table(table, rows, self._sites))
-
-    def _flush_rows(self) -> None:
-        for table, rows in self._rows.items():
-            if rows:
-                self._part(table).write(encoding.small_table(table, rows, self._sites))
-                rows.clear()
+            self._part(table).write(encoding.table_of(table, rows, self._sites))
 
     def _part(self, table: str) -> OpenPart:
         if table not in self._open:
@@ -236,9 +214,8 @@ class Store:
     def commit(self, consumed: int) -> None:
         """Make all that was added count, with the ring consumed up to here; or, with an OSError, nothing of it."""
         attempt, before = self._begun(), self._progress
-        for table in _OF_SITES:
+        for table in SCHEMAS:
             self._flush(table)
-        self._flush_rows()
         if not self._numbers:
             return
         first, last = self._numbers
@@ -317,17 +294,15 @@ class Store:
 
     def _merged_rows(self, table: str, names: list[Name]) -> Iterator[pa.Table]:
         """Totals sorted by site and step, some sites at a time; the others one file after another."""
-        reader = Reader(self.folder)
-        columns = [
-            name for name in SCHEMAS[table].names if "site" not in SCHEMAS[table].names or name not in Site._fields
-        ]
+        reader, names_only = Reader(self.folder), {*Site._fields} if "site" in SCHEMAS[table].names else set()
+        columns = [name for name in SCHEMAS[table].names if name not in names_only]
         if table != "totals":
             for name in names:
-                for rows in reader.row_groups(table, name, columns):
+                for rows in reader.pieces(table, name, columns):
                     yield self._named(table, rows)
             return
-        rows_of_site = sum(int(reader.footer(table, name).bounds["rows"].sum()) for name in names) / len(self._sites)
-        several = max(1, int(FAN_IN * ROW_GROUP / rows_of_site))  # of each file about a row group
+        count = sum(reader.footer(table, name).metadata.num_rows for name in names)
+        several = max(1, FAN_IN * ROW_GROUP * len(self._sites) // count)  # of each file about a row group
         for first in range(0, len(self._sites), several):
             chosen = Chosen(sites=np.arange(first, min(first + several, len(self._sites))))
             rows = pa.concat_tables([reader.part(table, name, columns, chosen) for name in names])

@@ -11,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 
 from hookstats.numbers.fields import Bins, Counts, bins_from_json
-from hookstats.numbers.ranks import StepRanks
 from hookstats.records.arrays import to_arrow, to_numpy
 from hookstats.records.reading import Chosen, Reader
 from hookstats.records.schema import SCHEMAS
@@ -27,7 +26,6 @@ class Timeline:
     record: Counts
     columns: dict[str, list[Any]]  # the others of the table steps
     bins: list[Bins | None]
-    ranks: list[StepRanks]  # whose numbers each has
     begun: dict[int, int]  # of an attempt: its smallest step, measured or not
     recorded: dict[int, int]  # of an attempt: how many steps it measured, whether they count or not
 
@@ -73,10 +71,9 @@ def read(reader: Reader) -> Timeline:
     rest = [name for name in SCHEMAS["steps"].names if name not in ("step", "attempt", "record", "time")]
     columns = {name: table[name].take(to_arrow(chosen, pa.int64())).to_pylist() for name in rest}
     bins = [None if text is None else _bins(text) for text in columns["histogram"]]
-    ranks = [_ranks(text) for text in columns["ranks"]]
     recorded = dict(zip(*(each.tolist() for each in np.unique(attempt, return_counts=True)), strict=True))
     time = to_numpy(table["time"])
-    return Timeline(step[chosen], time[chosen], attempt[chosen], record[chosen], columns, bins, ranks, begun, recorded)
+    return Timeline(step[chosen], time[chosen], attempt[chosen], record[chosen], columns, bins, begun, recorded)
 
 
 def _counting(step: Counts, attempt: Counts, record: Counts, begun: dict[int, int]) -> Counts:
@@ -101,8 +98,3 @@ def _counting(step: Counts, attempt: Counts, record: Counts, begun: dict[int, in
 @lru_cache(64)  # those of most steps are the same
 def _bins(text: str) -> Bins:
     return bins_from_json(json.loads(text))
-
-
-@lru_cache(64)
-def _ranks(text: str) -> StepRanks:
-    return StepRanks.from_text(text)

@@ -34,6 +34,31 @@ def of_sites(number: int, sites: Sites) -> list[NDArray[Any]]:
     return [_text({"number": number, **sites.to_json()})]
 
 
+def about(frame: StepFrame) -> dict[str, Any]:
+    """Describe a step beside its numbers, for JSON."""
+    return {
+        "grad_scale": frame.grad_scale,
+        "overflowed": frame.overflowed,
+        "ranks": frame.ranks.to_text(),
+        "rows": frame.rows,
+        "drifts": drifts_to_json(frame.drifts),
+        "skipped": [[*site, *skipped] for site, skipped in frame.skipped.items()],
+    }
+
+
+def about_from(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Read what `about` made, as a StepFrame has it."""
+    scale, overflowed = told["grad_scale"], told["overflowed"]
+    return {
+        "grad_scale": None if scale is None else float(scale),
+        "overflowed": None if overflowed is None else bool(overflowed),
+        "ranks": StepRanks.from_text(told["ranks"]),
+        "rows": int(told["rows"]),
+        "drifts": drifts_from_json(told["drifts"]),
+        "skipped": {Site(name, tensor): Skipped(reason, times) for name, tensor, reason, times in told["skipped"]},
+    }
+
+
 def of_step(frame: StepFrame, sites: int) -> list[NDArray[Any]]:
     """Return the pieces of a record, the blocks where they are. sites: the number of its sites."""
     told = {
@@ -43,13 +68,8 @@ def of_step(frame: StepFrame, sites: int) -> list[NDArray[Any]]:
         "scalars": frame.scalars,
         "earlier_scalars": list(frame.earlier_scalars.items()),
         "sample_ids": _counted(frame.sample_ids),
-        "grad_scale": frame.grad_scale,
-        "overflowed": frame.overflowed,
-        "ranks": frame.ranks.to_text(),
-        "drifts": drifts_to_json(frame.drifts),
-        "rows": frame.rows,
         "fired": len(frame.order),
-        "skipped": [[*site, *skipped] for site, skipped in frame.skipped.items()],
+        **about(frame),
     }
     blocks = [frame.memory[number][:size] for number, size in enumerate(frame.sites.sizes)]
     ids = frame.sample_ids.values()
@@ -124,25 +144,19 @@ def step_from(payload: NDArray[np.uint8], known: Mapping[int, Sites]) -> StepFra
     calls, order, *blocks = np.split(numbers, ends[:-1])
     if order.min(initial=0) < 0 or order.max(initial=-1) >= len(sites):
         raise ValueError(f"expected places of {len(sites)} sites, got {order}")
-    scale, overflowed = told["grad_scale"], told["overflowed"]
-    grad_scale = None if scale is None else float(scale)
+    said = about_from(told)
     return StepFrame(
         sites,
         blocks,
         calls,
         order,
-        sites.scales(grad_scale),
+        sites.scales(said["grad_scale"]),
         int(told["step"]),
         float(told["time"]),
         _numbers(told["scalars"]),
         _by_step(told["earlier_scalars"]),
         sample_ids,
-        grad_scale,
-        None if overflowed is None else bool(overflowed),
-        {Site(name, tensor): Skipped(reason, times) for name, tensor, reason, times in told["skipped"]},
-        StepRanks.from_text(told["ranks"]),
-        drifts=drifts_from_json(told["drifts"]),
-        rows=int(told["rows"]),
+        **said,
     )
 
 

@@ -117,32 +117,18 @@ class Thinning:
         self.came = 0
         self._every = every if isinstance(every, int) else 1
         self._tell = tell
-        self._since: tuple[int, int] | None = None  # steps that had come and been read when the first was dropped
 
     def keeps(self, ring: Ring) -> bool:
         """Tell whether the step that comes now is kept."""
         number, self.came = self.came, self.came + 1
         return number % _stride(ring) == 0
 
-    def dropped(self, ring: Ring) -> None:
-        """A step was, for want of room."""
-        if self._since is None and ring.judged:
-            self._since = self.came, ring.judged
-        came, judged = self._since or (0, 0)
-        if ring.judged - judged >= _FEW:
-            self._advise((self.came - came) / (ring.judged - judged))
-        elif ring.dropped >= 2 * _FEW:  # the writer has hardly read anything yet
-            self._advise(self.came / (self.came - ring.dropped))
-
-    def at_end(self, ring: Ring) -> None:
-        """Says at the latest now how far the writer was behind."""
-        if self._since is not None:
-            self._advise(self.came / max(self.came - ring.dropped, 1))
-
-    def _advise(self, share: float) -> None:
-        """share: how many steps come while one is written."""
-        number = next((n for n in _ROUND if n >= share), _ROUND[-1])
-        self._tell(f"attach(every={number * self._every}) is advised, or more ring_bytes for a burst")
+    def left_out(self, ring: Ring, least: int = 2 * _FEW) -> None:
+        """Say, as soon as so many steps were left out, how many come while one is written."""
+        if ring.dropped >= least:
+            share = self.came / max(ring.judged or self.came - ring.dropped, 1)
+            number = next((n for n in _ROUND if n >= share), _ROUND[-1])
+            self._tell(f"attach(every={number * self._every}) is advised, or more ring_bytes for a burst")
 
 
 def _stride(ring: Ring) -> int:

@@ -69,11 +69,6 @@ class _Loaded:
             self._settings(),
         )
 
-    def _table(self, table: str, columns: Sequence[str]) -> tuple[Any, Counts]:
-        """Return rows, and the place in steps of each; -1 for rows that do not count."""
-        found = self._reader.table(table, ["attempt", "record", *columns], Chosen())
-        return found, self._timeline.rows_of(found)
-
     def _snapshots(self, steps: Sequence[int], sites: Sequence[Site]) -> Iterator[Snapshot]:
         """Yield one step after another: all their channels together may be more than the memory."""
         place = {site: i for i, site in enumerate(self._known)}
@@ -83,8 +78,8 @@ class _Loaded:
             yield from reader.read([at])
 
     def _detailed(self) -> Counts:
-        found = [rows[rows >= 0] for table in ("channels", "histograms") for _, rows in [self._table(table, [])]]
-        result: Counts = self._timeline.step[np.unique(np.concatenate(found))]
+        found = self._timeline.rows_of(self._reader.table("details", ["attempt", "record"], Chosen()))
+        result: Counts = self._timeline.step[np.unique(found[found >= 0])]
         return result
 
     def _scalars(self) -> dict[str, tuple[Counts, Array]]:
@@ -95,7 +90,6 @@ class _Loaded:
         return together(
             (Site(name, tensor), Skipped(*why), step)
             for step, text in zip(self._timeline.step.tolist(), self._timeline.columns["skipped"], strict=True)
-            if text is not None
             for name, tensor, *why in json.loads(text)
         )
 

@@ -119,7 +119,7 @@ MUTANTS = [
     ),
     Mutant(
         "scalars of steps that were not measured are lost",
-        "hookstats/records/store.py",
+        "hookstats/records/encoding.py",
         "for number, scalars in given.scalars.items():",
         "for number, scalars in list(given.scalars.items())[1:]:",
         "tests/watch/test_scalars.py -k record_has",

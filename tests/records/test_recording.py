@@ -448,9 +448,9 @@ def test_an_attempt_that_hides_steps_of_those_before_says_once_which_ones(tmp_pa
     assert heard[:2] == [[], []]
     assert heard[4] == []
     [third], [fourth] = heard[2:4]
-    assert f"attempt 3 in {tmp_path / 'run'} begins at step 25: of the steps 0 to 29, recorded there before," in third
-    assert "5 no longer count, 25 to 29" in third
-    assert "begins at step 3: of the steps 0 to 27, recorded there before, 15 no longer count, 3 to 27" in fourth
+    assert f"attempt 3 in {tmp_path / 'run'} begins at step 25: of the steps up to 29, recorded there before," in third
+    assert "those from 25 on no longer count" in third
+    assert "begins at step 3: of the steps up to 27, recorded there before, those from 3 on no longer count" in fourth
     assert hookstats.load(tmp_path / "run").steps == [0, 1, 2, 3, 4, 40, 41]
 
 

@@ -17,9 +17,7 @@ import hookstats
 from hookstats import Site, Snapshot
 from hookstats.numbers.fields import FIELDS, STATISTICS, ExponentBins, fold_channels, unscale
 from hookstats.numbers.frame import StepFrame
-from hookstats.records import reading
 from hookstats.records.errors import RunError, SchemaError
-from hookstats.records.schema import SCHEMAS
 from hookstats.records.store import Store
 from hookstats.results import Skipped
 from hookstats.rules import Finding
@@ -155,7 +153,7 @@ def test_times_are_utc_and_read_without_pytz(kept: Path) -> None:
     for name in ("duckdb", "polars", "pandas"):
         pytest.importorskip(name)
     arguments: list[str] = []
-    for table in ("totals", "steps", "scalars", "channels", "histograms"):
+    for table in ("totals", "steps", "scalars", "details"):
         path = min((kept / "rank=0" / table).glob("*.parquet"))
         first = pq.read_table(path)["time"][0].value / 1e6 - 1.7e9
         arguments += [str(path), str(int(first))]
@@ -168,13 +166,13 @@ def test_other_readers_see_channels_and_histograms(kept: Path) -> None:
     site = next(site for site in snapshot.order if snapshot[site].channels is not None)
     where = f"step = 8 AND name = '{site.name}' AND tensor = '{site.tensor}'"
     [[mean, scale, count]] = duckdb.sql(
-        f"SELECT state_mean, scale, count FROM '{kept}/rank=0/channels/*.parquet' WHERE {where}"
+        f"SELECT state_mean, scale, count FROM '{kept}/rank=0/details/*.parquet' WHERE {where}"
     ).fetchall()
     channels = snapshot[site].channels
     assert channels is not None
     np.testing.assert_array_equal(np.array(mean) / scale, channels.mean)
     np.testing.assert_array_equal(count, channels.count)
-    [[counts]] = duckdb.sql(f"SELECT counts FROM '{kept}/rank=0/histograms/*.parquet' WHERE {where}").fetchall()
+    [[counts]] = duckdb.sql(f"SELECT counts FROM '{kept}/rank=0/details/*.parquet' WHERE {where}").fetchall()
     histogram = snapshot[site].histogram
     assert histogram is not None
     assert sum(counts) - counts[255] - counts[256] - counts[511] == histogram.counts.sum()
@@ -229,28 +227,24 @@ def test_one_site_is_read_without_the_others(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("hookstats.records.parts.ROW_GROUP", 100)
     keep(tmp_path, {0: [recorded.measured(step) for step in range(64)]}, commit_each=1)
     merge(tmp_path)
-    seen = []
-    read_row_groups = pq.ParquetFile.read_row_groups
-
-    def counted(file: Any, *arguments: Any, **options: Any) -> Any:
-        rows = read_row_groups(file, *arguments, **options)
-        table = next(table for table in SCHEMAS if set(rows.column_names) <= set(SCHEMAS[table].names))
-        seen.append((table, rows.num_rows, rows.column_names))
-        return rows
-
-    monkeypatch.setattr(reading.pq.ParquetFile, "read_row_groups", counted)
-    one = hookstats.load(tmp_path, sites="layers.20", statistics=["rms"])
-    seen.clear()
-    assert len(one.totals) == 64
-    assert sum(count for _, count, _ in seen) <= 300  # of 2,600
-    assert all(not {"mean", "state_mean", "name"} & set(names) for _, _, names in seen)
-    every = hookstats.load(tmp_path)
-    seen.clear()
+    one, every = (hookstats.load(tmp_path, sites=sites, statistics=["rms"]) for sites in ("layers.20", None))
+    asked = ["step", "time", "attempt", "site", "place", "order", "calls", "rms"]
+    data = 0
+    for path in (tmp_path / "rank=0" / "totals").iterdir():
+        footer = pq.read_metadata(path)
+        groups = [footer.row_group(i) for i in range(footer.num_row_groups)]
+        columns = [group.column(i) for group in groups for i in range(footer.num_columns)]
+        data += sum(each.total_compressed_size for each in columns if each.path_in_schema in asked)
+    before, few, many = bytes_read(), len(one.totals), bytes_read()
+    assert few == 64
     assert len(every.totals) > 2000
-    assert sum(count for _, count, _ in seen) == len(every.totals)
-    seen.clear()
-    assert len(every[60]) > 0
-    assert {table for table, _, _ in seen} == {"totals", "scalars"}
+    of_one, of_all = many - before, bytes_read() - many  # both with the footers
+    assert of_all - of_one > 0.8 * data
+
+
+def bytes_read() -> int:
+    """By this process so far."""
+    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 @pytest.mark.parametrize("is_merged", [False, True])
@@ -431,7 +425,7 @@ def test_another_version_is_refused_with_what_to_do(tmp_path: Path, monkeypatch:
     keep(tmp_path, {0: [recorded.measured(0)]})
     monkeypatch.undo()
     for read in (lambda: hookstats.load(tmp_path), lambda: Store(tmp_path / "rank=0")):
-        with pytest.raises(SchemaError, match=r"expected schema version 7, got 99: .* into another directory"):
+        with pytest.raises(SchemaError, match=r"expected schema version 8, got 99: .* into another directory"):
             read()
 
 

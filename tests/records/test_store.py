@@ -219,7 +219,7 @@ def test_row_groups_are_flushed_while_a_part_is_open(tmp_path: Path, monkeypatch
 def test_channels_and_histograms_of_small_steps_share_a_row_group(tmp_path: Path) -> None:
     """A row group for each step takes most of the writer's time."""
     keep(tmp_path, [recorded.measured(step) for step in range(40)], commit_each=40)
-    for table in ("totals", "channels", "histograms"):
+    for table in ("totals", "details"):
         [whole] = (tmp_path / "rank=0" / table).glob("*.parquet")
         assert pq.ParquetFile(whole).num_row_groups < 4  # of ten steps, or forty
 
