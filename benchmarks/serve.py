@@ -40,10 +40,10 @@ attached = {"sinks": [hookstats.record(sys.argv[1])]}
 trainer = Trainer(SMALL, "cpu", attached)
 print("ready", flush=True)
 for line in sys.stdin:
-    began, every, times = time.monotonic(), int(sys.argv[2]), []
+    began, used, every, times = time.monotonic(), time.process_time(), int(sys.argv[2]), []
     while time.monotonic() < began + 3:
         times.append(trainer.timed(every))
-    print(sorted(times)[len(times) // 2], (time.monotonic() - began) / len(times) / every, flush=True)
+    print(sorted(times)[len(times) // 2], (time.process_time() - used) / len(times) / every, flush=True)
 trainer.monitor.detach()
 """
 
@@ -134,10 +134,10 @@ def settle(pids: Sequence[int]) -> None:
 
 
 class Burst(NamedTuple):
-    """Three seconds of training. Seconds of a step, the median and the average; of a processor, while it lasted."""
+    """Three seconds of training. Seconds of a step: the median, and of a processor; of others' while it lasted."""
 
     median: float
-    average: float
+    own: float
     server: float
     writer: float
     asking: float
@@ -162,9 +162,9 @@ def train(folder: Path, rounds: int, every: int) -> None:
             def burst(name: str) -> float:
                 used = processor(served.process.pid), processor(writer), time.process_time()
                 print(file=stdin, flush=True)
-                median, average = map(float, stdout.readline().split())
-                server, own = processor(served.process.pid) - used[0], processor(writer) - used[1]
-                bursts[name].append(Burst(median, average, server, own, time.process_time() - used[2]))
+                median, own = map(float, stdout.readline().split())
+                server, written = processor(served.process.pid) - used[0], processor(writer) - used[1]
+                bursts[name].append(Burst(median, own, server, written, time.process_time() - used[2]))
                 return median
 
             def looked_at() -> float:
@@ -199,13 +199,13 @@ def train(folder: Path, rounds: int, every: int) -> None:
 def tell(bursts: Mapping[str, Sequence[Burst]]) -> None:
     found = {name: np.array(own) for name, own in bursts.items()}
     for name, own in found.items():
-        median, average, *used = np.median(own, axis=0).tolist()
+        median, trainer, *used = np.median(own, axis=0).tolist()
         server, writer, asking = (f"{seconds / 0.03:.0f} %" for seconds in used)
         print(
-            f"a step, {name}: median {1e3 * median:.2f} ms, average {1e3 * average:.2f} ms; of a processor, the server "
+            f"a step, {name}: median {1e3 * median:.2f} ms, {1e3 * trainer:.2f} ms of a processor; of one, the server "
             f"takes {server}, who asks it {asking}, the writer of the run {writer}"
         )
-    for number, what in enumerate(("median step", "average step")):
+    for number, what in enumerate(("median step", "processor time of a step")):
         ratios = found["looked at"][:, number] / found["alone"][:, number]
         low, middle, high = np.percentile(ratios, [25, 50, 75]).tolist()
         print(
