@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 from functools import cached_property
@@ -17,7 +18,7 @@ from hookstats.numbers.selection import choose
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.numbers.tables import html
 from hookstats.records import timeline
-from hookstats.records.arrays import from_list, to_arrow, to_numpy
+from hookstats.records.arrays import to_arrow, to_numpy
 from hookstats.records.errors import RunError
 from hookstats.records.findings import read_findings
 from hookstats.records.places import no_run
@@ -344,24 +345,17 @@ class MergedRun(Run):
     @property
     def scalars(self) -> pa.Table:
         """The table of one rank's form, with the mean of the ranks that have a scalar, and the first one's time."""
-        found: dict[tuple[int, int, str], list[dict[str, Any]]] = {}
-        for rank in self._ranks:
-            table = rank.scalars
-            times = to_numpy(table["time"]).tolist()
-            for row, when in zip(table.drop_columns(["time"]).to_pylist(), times, strict=True):
-                row["time"] = when
-                found.setdefault((row["step"], row["attempt"], row["name"]), []).append(row)
-        numbered = _numbered(self._timeline)
+        table = pa.concat_tables([rank.scalars for rank in self._ranks])
+        rows = defaultdict[tuple[int, int, str], list[int]](list)
+        for row, key in enumerate(zip(*(table[name].to_pylist() for name in ("step", "attempt", "name")), strict=True)):
+            rows[key].append(row)
+        numbered, measured, values = _numbered(self._timeline), to_numpy(table["measured"]), to_numpy(table["value"])
         shared = {numbered[row] for row in self._rows}
-        rows = [
-            {**rows[0], "value": mean([row["value"] for row in rows])}
-            for (step, attempt, _), rows in found.items()
-            if (step, attempt) in shared or not rows[0]["measured"]
-        ]
-        rows.sort(key=lambda row: row["step"])
-        schema = pa.schema([field for field in SCHEMAS["scalars"] if field.name != "record"])
-        columns = [from_list([row[field.name] for row in rows], field.type) for field in schema]
-        return pa.Table.from_arrays(columns, schema=schema)
+        chosen = [same for key, same in rows.items() if key[:2] in shared or not measured[same[0]]]
+        chosen.sort(key=lambda same: int(table["step"][same[0]].as_py()))
+        found = table.take(to_arrow(np.array([same[0] for same in chosen], np.int64), pa.int64()))
+        means = np.array([mean(values[same].tolist()) for same in chosen])
+        return found.set_column(found.column_names.index("value"), "value", to_arrow(means, pa.float64()))
 
     def _sample_ids(self, step: int) -> Counts | None:
         found = [ids for rank in self._ranks if (ids := rank._sample_ids(step)) is not None]

@@ -104,13 +104,7 @@ function picture(host, { label, of, isUpwards, rowLabels, sayRow, height = 180, 
   context.textAlign = "right";
   context.textBaseline = "middle";
   for (const [row, text] of rowLabels) context.fillText(text, left - 6, Math.max(4 + (isUpwards ? 1 - row / rows : row / rows) * tall, 9));
-  context.textBaseline = "top";
-  for (const each of stepTicks(steps[0], steps[columns - 1], Math.max(2, Math.floor(wide / 90)))) {
-    const column = columnOf(each, steps), text = count(each);
-    const half = context.measureText(text).width / 2, x = left + (column + 0.5) / columns * wide;
-    context.textAlign = "center";
-    context.fillText(text, Math.min(Math.max(x, left + half), left + wide - half), 4 + tall + 7);
-  }
+  drawStepAxis(context, [steps[0], steps[columns - 1]], wide / 90, [left, left + wide], 4 + tall, (each) => left + (columnOf(each, steps) + 0.5) / columns * wide);
   canvas.addEventListener("pointermove", (event) => {
     const box = canvas.getBoundingClientRect();
     const column = Math.floor((event.clientX - box.left - left) / wide * columns);

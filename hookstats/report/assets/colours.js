@@ -69,6 +69,19 @@ function ticks(low, high, about) {
 }
 // Of steps, which are whole: no closer than 1.
 const stepTicks = (first, last, about) => ticks(first, last, Math.min(about, last - first));
+// Under a picture from left to right, whose lower edge is y; xAt: of a step. No more than so many.
+function drawStepAxis(context, [first, last], most, [left, right], y, xAt) {
+  context.font = `11px ${FONT}`;
+  context.textBaseline = "top";
+  context.textAlign = "center";
+  context.fillStyle = ink("muted");
+  for (const step of stepTicks(first, last, Math.max(2, Math.floor(most)))) {
+    const x = xAt(step), text = count(step), half = context.measureText(text).width / 2;
+    if (x < left - 0.5 || x > right) continue;
+    context.fillRect(x, y, 1, 4);
+    context.fillText(text, Math.min(Math.max(x, left + half), right - half), y + 7);
+  }
+}
 function logTicks(low, high, about) {
   if (!(low > 0) || !(high > low)) return [low];
   const found = [];

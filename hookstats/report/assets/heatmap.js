@@ -136,18 +136,10 @@ function fitted(context, text, width) {
 
 function drawSteps(context) {
   const { cells } = geometry, [first, end] = state.seen.columns, y = cells.y + cells.height;
-  context.font = `11px ${FONT}`;
-  context.textBaseline = "top";
-  context.textAlign = "center";
-  context.fillStyle = ink("muted");
-  for (const step of stepTicks(record.begin[first], lastStepOf(end - 1), Math.max(2, Math.floor(cells.width / 110)))) {
+  drawStepAxis(context, [record.begin[first], lastStepOf(end - 1)], cells.width / 110, [cells.x, cells.x + cells.width], y, (step) => {
     const column = columnOf(step), begin = record.begin[column];
-    const x = xOf(column + Math.min((step - begin) / Math.max(lastStepOf(column) + 1 - begin, 1), 1) );
-    if (x < cells.x - 0.5 || x > cells.x + cells.width) continue;
-    context.fillRect(x, y, 1, 4);
-    const text = count(step), half = context.measureText(text).width / 2;
-    context.fillText(text, Math.min(Math.max(x, cells.x + half), cells.x + cells.width - half), y + 7);
-  }
+    return xOf(column + Math.min((step - begin) / Math.max(lastStepOf(column) + 1 - begin, 1), 1));
+  });
   context.textAlign = "left";
   context.fillText("step", 0, y + 7);
 }

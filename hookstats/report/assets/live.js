@@ -22,13 +22,6 @@ function showState([kind, sentence, changed]) {
   nodeOfState.dataset.state = kind;
 }
 
-// What takes longer to tell.
-async function showMore() {
-  Object.assign(record, await blob("more", json));
-  showHead();
-  drawHeat();
-}
-
 // What is seen stays what is seen, by its steps; whoever saw the last column sees the new ones.
 async function grow(next) {
   const seen = state.seen, wasAll = seen.columns[0] === 0 && seen.columns[1] === COLUMNS, wasLast = seen.columns[1] === COLUMNS;
@@ -38,7 +31,6 @@ async function grow(next) {
   const [told, coming] = [record, next].map(({ chapters }) => JSON.stringify(chapters, (key, value) => key === "cause" ? undefined : value));
   Object.assign(record, next);
   settle();
-  tellApart();
   unpacked.clear();
   waiting.splice(0).forEach((resolve) => resolve());
   state.rows = rowsOfKind(state.kind);
@@ -58,13 +50,8 @@ async function grow(next) {
   describe();
   await showPlane();
   await showSite(state.site, chosen().step);
-  await showMore();
-  showPrecision();
-  if (flowStep === before || flowStep === null || flowStep > ownLast()) flowStep = null;
-  showFlow();
-  await showParameters();
-  showLeftOut();
-  showSettings();
+  if (flowStep === before || flowStep > ownLast()) flowStep = null;
+  await showRest();
 }
 
 async function look() {

@@ -109,6 +109,20 @@ function draw() {
   showFlow();
 }
 
+// What stands below the site, and what takes longer to tell where the page is served.
+async function showRest() {
+  if (record.version !== undefined) {
+    Object.assign(record, await blob("more", json));
+    showHead();
+    drawHeat();
+  }
+  showPrecision();
+  showFlow();
+  await showParameters();
+  showLeftOut();
+  showSettings();
+}
+
 async function begin() {
   const isLive = record.version !== undefined;
   if (isLive) live();
@@ -124,12 +138,7 @@ async function begin() {
   await showPlane();
   performance.mark("first picture");
   await chooseFromLink(true);
-  if (isLive) await showMore();
-  showPrecision();
-  showFlow();
-  await showParameters();
-  showLeftOut();
-  showSettings();
+  await showRest();
   window.addEventListener("hashchange", () => {
     chooseFromLink();
     const { top } = byId("layers").getBoundingClientRect();

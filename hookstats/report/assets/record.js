@@ -1,15 +1,17 @@
 // What the page is made from, and words for it. Names come from somebody else's model: they become text nodes only.
 
 const record = JSON.parse(document.getElementById("record").textContent);
-let SITES, COLUMNS;
+let SITES, COLUMNS, names, several;
 // What follows from the record, as it is now.
 function settle() {
-  record.findings = record.chapters.flatMap(({ finding, effects }) => [finding, ...effects]);
+  for (const run of [record, record.other]) if (run) run.findings = run.chapters.flatMap(({ finding, effects }) => [finding, ...effects]);
   for (const { finding, effects } of record.chapters) for (const effect of effects) effect.cause = finding;
-  if (record.other) record.other.findings = record.other.chapters.flatMap(({ finding, effects }) => [finding, ...effects]);
   record.windows ??= []; // this and others come later where the page is served
   SITES = record.sites.length;
   COLUMNS = record.begin.length;
+  names = new Set(record.sites.map(([name]) => name));
+  // A run's ranks and attempts are named where there are several.
+  several = ["rank", "attempt"].filter((of) => new Set(record.findings.map((finding) => finding[of])).size > 1);
 }
 settle();
 const byId = (id) => document.getElementById(id);
@@ -39,19 +41,19 @@ function shortened(name, most = 56) {
   return text.slice(0, most - tail - 1) + "…" + text.slice(-tail);
 }
 
+// Of all tensors of a kind, and of one.
 const KINDS = {
-  output: "Outputs", grad_output: "Gradients of outputs", input: "Inputs", grad_input: "Gradients of inputs",
-  param: "Parameters", param_grad: "Gradients of parameters", param_update: "Updates of parameters",
-  param_sample: "Parameters, a sample", update_sample: "Updates, a sample", buffer_sample: "Buffers, a sample",
+  output: ["Outputs", "output"], grad_output: ["Gradients of outputs", "gradient of the output"],
+  input: ["Inputs", "input"], grad_input: ["Gradients of inputs", "gradient of the input"],
+  param: ["Parameters", "parameter"], param_grad: ["Gradients of parameters", "gradient of the parameter"],
+  param_update: ["Updates of parameters", "update of the parameter"], param_sample: ["Parameters, a sample", "sample of the parameter"],
+  update_sample: ["Updates, a sample", "sample of the update"], buffer_sample: ["Buffers, a sample", "sample of the buffer"],
 };
-const titleOf = (kind) => KINDS[kind] ?? shortened(kind);
+const titleOf = (kind) => KINDS[kind]?.[0] ?? shortened(kind);
 const kindOf = (site) => record.sites[site][1].split(".")[0];
 const wordsOf = (tensor) => {
   const [kind, ...rest] = tensor.split(".");
-  const words = { output: "output", grad_output: "gradient of the output", input: "input", grad_input: "gradient of the input",
-    param: "parameter", param_grad: "gradient of the parameter", param_update: "update of the parameter",
-    param_sample: "sample of the parameter", update_sample: "sample of the update", buffer_sample: "sample of the buffer" }[kind];
-  return shortened(words ? [words, ...rest].join(" ") : tensor);
+  return shortened(KINDS[kind] ? [KINDS[kind][1], ...rest].join(" ") : tensor);
 };
 
 function say(x, digits = 3) {

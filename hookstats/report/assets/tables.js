@@ -66,23 +66,14 @@ function partingLine() {
 }
 
 // A sentence of a rule begins small, because elsewhere it follows its step; a name stays as it is.
-let names, several;
 const begun = (sentence) => /^[a-z]+ /.test(sentence) && !names.has(sentence.split(" ", 1)[0]) ? sentence[0].toUpperCase() + sentence.slice(1) : sentence;
-
-// A run's ranks and attempts are named where there are several.
-const differ = (of) => new Set(record.findings.map((finding) => finding[of])).size > 1;
-function tellApart() {
-  names = new Set(record.sites.map(([name]) => name));
-  several = { rank: differ("rank"), attempt: differ("attempt") };
-}
-tellApart();
 
 function findingLine(finding, ...below) {
   const place = finding.site === null ? null : record.sites[finding.site];
   const link = (step) => linkTo(finding.site, step, finding.kind);
   const where = node("a", { href: link(finding.step) },
     `step ${count(finding.step)}`, finding.kind ? `, ${titleOf(finding.kind).toLowerCase()}` : "", ...(place ? [", ", node("bdi", {}, shortened(place[0], 44)), ` ${wordsOf(place[1])}`] : []));
-  const more = [shortened(finding.rule, 60), ...Object.keys(several).filter((of) => several[of]).map((of) => `${of} ${count(finding[of])}`)];
+  const more = [shortened(finding.rule, 60), ...several.map((of) => `${of} ${count(finding[of])}`)];
   const since = finding.since === finding.step ? [] : [", ", node("a", { href: link(finding.since) }, `since step ${count(finding.since)}`)];
   return node("li", { class: finding.severity }, node("span", { class: "severity" }, finding.severity),
     node("div", {}, node("p", {}, shortened(begun(finding.sentence), 700)),
