@@ -30,9 +30,11 @@ class Timeline:
     recorded: dict[int, int]  # of an attempt: how many steps it measured, whether they count or not
 
     def __post_init__(self) -> None:
-        keys = _keys(self.attempt, self.record)
-        self._order = np.argsort(keys)
-        self._sorted = keys[self._order]
+        self._places = dict[int, Counts]()  # of an attempt: of each of its records the step, and -1 for all others
+        for attempt in np.unique(self.attempt).tolist():
+            rows = np.flatnonzero(self.attempt == attempt)
+            self._places[attempt] = places = np.full(self.record[rows].max() + 2, -1)
+            places[self.record[rows]] = rows
 
     def is_replaced(self, step: int, attempt: int) -> bool:
         """Tell whether a later attempt began at this step, or before."""
@@ -40,11 +42,11 @@ class Timeline:
 
     def rows_of(self, table: pa.Table) -> Counts:
         """Return the step that each row of a table belongs to; -1 for rows that do not count, or came later."""
-        keys = _keys(to_numpy(table["attempt"]), to_numpy(table["record"]))
-        if not len(self._sorted):
-            return np.full(len(keys), -1, np.int64)
-        at = np.minimum(np.searchsorted(self._sorted, keys), len(self._sorted) - 1)
-        return np.where(self._sorted[at] == keys, self._order[at], -1)
+        attempt, record = to_numpy(table["attempt"]), to_numpy(table["record"])
+        found: Counts = np.full(len(record), -1)
+        for number, places in self._places.items():
+            found = np.where(attempt == number, places[np.minimum(record, len(places) - 1)], found)
+        return found
 
     def scalars_that_count(self, table: pa.Table) -> Counts:
         """Return the rows of the table scalars that count, by step and then as they were recorded; else as `rows_of`.
@@ -54,10 +56,6 @@ class Timeline:
         """
         step, attempt, record = (to_numpy(table[name]) for name in ("step", "attempt", "record"))
         return _counting(step, attempt, record, self.begun)
-
-
-def _keys(attempt: Counts, record: Counts) -> Counts:
-    return attempt.astype(np.int64) << 40 | (record & (1 << 40) - 1)
 
 
 def read(reader: Reader) -> Timeline:
