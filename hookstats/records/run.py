@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from hookstats.numbers.fields import STATISTICS, Counts, Site
+from hookstats.numbers.fields import STATISTICS, Array, Counts, Site
 from hookstats.numbers.merge import mean, merge
 from hookstats.numbers.selection import choose
 from hookstats.numbers.snapshot import Snapshot
@@ -261,17 +261,21 @@ class Run:
             numbers = [str(each[name]) for name in ("records", "dropped")]
             model, ended = str(each["settings"].get("model", "")), each["ended"] or "not yet"
             rows.append([str(each["attempt"]), model, begun, ended, *numbers])
-        findings = self.findings
-        chapters = story(findings)
+        chapters = story(self.findings)
         more = [f"{len(chapters) - 20} more findings that stand for themselves"] if len(chapters) > 20 else []
-        return html(repr(self), rows, 4, [*head(findings, self._last_loss()), *map(str, chapters[:20]), *more])
+        return html(repr(self), rows, 4, [*self.head, *map(str, chapters[:20]), *more])
 
-    def _last_loss(self) -> tuple[int, float] | None:
+    @property
+    def head(self) -> list[str]:
+        """The run in a few sentences."""
+        steps, values = self.history("loss")
+        return head(self.findings, (int(steps[-1]), float(values[-1])) if len(steps) else None)
+
+    def history(self, name: str) -> tuple[Counts, Array]:
+        """Return a scalar's steps, measured or not, and its values."""
         table = self.scalars
-        losses = (
-            table.filter(to_arrow(np.array(table["name"].to_pylist()) == "loss", pa.bool_())) if len(table) else table
-        )
-        return (losses["step"][-1].as_py(), losses["value"][-1].as_py()) if len(losses) else None
+        chosen = np.flatnonzero([each == name for each in table["name"].to_pylist()])
+        return to_numpy(table["step"])[chosen], to_numpy(table["value"])[chosen]
 
     def __repr__(self) -> str:
         span = f", {self.steps[0]} to {self.steps[-1]}" if len(self) else ""

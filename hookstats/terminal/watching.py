@@ -9,7 +9,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, TextIO
 
 from hookstats.numbers.snapshot import Snapshot
-from hookstats.rules import Finding, head, story
+from hookstats.rules import Finding, story
 from hookstats.terminal.following import WINDOW, Followed, State
 from hookstats.terminal.formatting import plain, sparkline
 
@@ -58,13 +58,7 @@ def lines(followed: Followed, snapshots: list[Snapshot], found: list[Finding]) -
 
 def summary(followed: Followed) -> list[str]:
     """A run that is over, in a few sentences; none where no step was recorded."""
-    if not followed.steps:
-        return []
-    step, scalars = followed.steps[-1]
-    return head(
-        followed.run.findings if followed.run is not None else followed.findings,
-        (step, scalars["loss"]) if "loss" in scalars else None,
-    )
+    return followed.run.head if followed.run is not None and followed.steps else []
 
 
 def _screen(followed: Followed, wait: Callable[[float], None]) -> int:
