@@ -20,6 +20,7 @@ from benchmarks.illnesses.healthy import HEALTHY
 from benchmarks.illnesses.more_healthy import MORE
 from benchmarks.illnesses.public_healthy import PUBLIC
 from benchmarks.illnesses.training import ILL, ROWS, Illness, Measured, run, seeded
+from benchmarks.illnesses.twins import TWINS
 from hookstats import Snapshot
 from hookstats.rules import Finding, judge
 from tests.rules.fleet import thinned
@@ -79,7 +80,7 @@ def of_ill(half: str | None, folder: Path | None, names: set[str]) -> Iterator[d
 
 def of_healthy(half: str | None, folder: Path | None, names: set[str]) -> Iterator[dict[str, Any]]:
     for name, make in HEALTHY.items():
-        is_unseen = name in MORE or (name not in PUBLIC and zlib.crc32(name.encode()) % 2 == 1)
+        is_unseen = name in MORE or (name not in PUBLIC | TWINS and zlib.crc32(name.encode()) % 2 == 1)
         if (names and name not in names) or (half and (half == "unseen") != is_unseen):
             continue
         snapshots, losses = measured(f"healthy.{name}", make, folder)

@@ -101,6 +101,9 @@ KINDS: dict[str, Callable[[], Setup]] = {
 }
 
 
+_SEEN = ("public_mistakes", "twins")  # files
+
+
 class Illness(NamedTuple):
     """One thing that is broken, and what would be a right diagnosis of it."""
 
@@ -113,10 +116,9 @@ class Illness(NamedTuple):
 
     @property
     def is_unseen(self) -> bool:
-        """Whether no threshold was set by it: so of all in more.py, of none in public_mistakes.py,
-        of others by their name."""
+        """Return whether no threshold was set by it: so of all in more.py, of none in _SEEN, of others by name."""
         file = self.breaks.__module__.rpartition(".")[2]
-        return file == "more" or (file != "public_mistakes" and zlib.crc32(self.name.encode()) % 2 == 1)
+        return file == "more" or (file not in _SEEN and zlib.crc32(self.name.encode()) % 2 == 1)
 
     def make(self) -> Setup:
         setup = KINDS[self.kind]()

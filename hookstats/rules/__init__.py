@@ -3,121 +3,76 @@
 findings = hookstats.rules.judge(snapshots)
 """
 
-from hookstats.rules.activations import dead_channels, saturated_channels
-from hookstats.rules.answers import initial_loss, no_progress, probabilities_as_logits
-from hookstats.rules.arriving import growing_gradients, missing_gradients
-from hookstats.rules.attention import attention_entropy, attention_logits, attention_sink
-from hookstats.rules.blocks import BLOCK_FORMATS, BlockFit
-from hookstats.rules.buffers import runaway_statistics, still_statistics, uninitialised_buffer
-from hookstats.rules.clipping import clipped_gradients
-from hookstats.rules.collapse import constant_output, equal_channels, posterior_collapse, silent_rows
-from hookstats.rules.cross_entropy import cross_entropy_gradient
-from hookstats.rules.engine import Ill, Rule, rule
-from hookstats.rules.evaluation import evaluation_mode
-from hookstats.rules.experts import dead_experts, expert_load
-from hookstats.rules.finding import SEVERITIES, Cause, Finding
-from hookstats.rules.gradients import exploding_gradients, vanishing_gradients
-from hookstats.rules.identities import identity
-from hookstats.rules.inputs import constant_input, input_shift, unscaled_input
-from hookstats.rules.judging import (
-    Function,
-    Judge,
-    defaults,
-    is_ours,
-    judge,
-    rule_from_json,
-    rule_to_json,
-    rules_of_laws,
-    without_declared,
-)
-from hookstats.rules.laws import bias_gradient, reduced_gradient, replica_drift
-from hookstats.rules.learning import lost_updates, shrinking_weights, unchanged_parameters
-from hookstats.rules.memory import Memory
-from hookstats.rules.moments import second_moment
-from hookstats.rules.nonfinite import nonfinite
-from hookstats.rules.optimizer_law import optimizer_formula
-from hookstats.rules.outliers import massive_activations, outlier_channels
-from hookstats.rules.precision import Fit, fit, low_precision_fit
-from hookstats.rules.residual import residual_drift
-from hookstats.rules.spikes import gradient_norm_spike, loss_spike
-from hookstats.rules.step import Step
-from hookstats.rules.step_law import outside_write
-from hookstats.rules.story import Chapter, head, story
-from hookstats.rules.targets import absent_class, broadcast_target, nll_of_logits, sorted_data
-from hookstats.rules.updates import update_ratio
-
-__all__ = [
-    "BLOCK_FORMATS",
-    "SEVERITIES",
-    "BlockFit",
-    "Cause",
-    "Chapter",
-    "Finding",
-    "Fit",
-    "Function",
-    "Ill",
-    "Judge",
-    "Memory",
-    "Rule",
-    "Step",
-    "absent_class",
-    "attention_entropy",
-    "attention_logits",
-    "attention_sink",
-    "bias_gradient",
-    "broadcast_target",
-    "clipped_gradients",
-    "constant_input",
-    "constant_output",
-    "cross_entropy_gradient",
-    "dead_channels",
-    "dead_experts",
-    "defaults",
-    "equal_channels",
-    "evaluation_mode",
-    "expert_load",
-    "exploding_gradients",
-    "fit",
-    "gradient_norm_spike",
-    "growing_gradients",
-    "head",
-    "identity",
-    "initial_loss",
-    "input_shift",
-    "is_ours",
-    "judge",
-    "loss_spike",
-    "lost_updates",
-    "low_precision_fit",
-    "massive_activations",
-    "missing_gradients",
-    "nll_of_logits",
-    "no_progress",
-    "nonfinite",
-    "optimizer_formula",
-    "outlier_channels",
-    "outside_write",
-    "posterior_collapse",
-    "probabilities_as_logits",
-    "reduced_gradient",
-    "replica_drift",
-    "residual_drift",
-    "rule",
-    "rule_from_json",
-    "rule_to_json",
-    "rules_of_laws",
-    "runaway_statistics",
-    "saturated_channels",
-    "second_moment",
-    "shrinking_weights",
-    "silent_rows",
-    "sorted_data",
-    "still_statistics",
-    "story",
-    "unchanged_parameters",
-    "uninitialised_buffer",
-    "unscaled_input",
-    "update_ratio",
-    "vanishing_gradients",
-    "without_declared",
-]
+from hookstats.rules.activations import dead_channels as dead_channels
+from hookstats.rules.activations import saturated_channels as saturated_channels
+from hookstats.rules.answers import absent_class as absent_class
+from hookstats.rules.answers import broadcast_target as broadcast_target
+from hookstats.rules.answers import initial_loss as initial_loss
+from hookstats.rules.answers import nll_of_logits as nll_of_logits
+from hookstats.rules.answers import no_progress as no_progress
+from hookstats.rules.answers import probabilities_as_logits as probabilities_as_logits
+from hookstats.rules.answers import sorted_data as sorted_data
+from hookstats.rules.arriving import clipped_gradients as clipped_gradients
+from hookstats.rules.arriving import growing_gradients as growing_gradients
+from hookstats.rules.arriving import missing_gradients as missing_gradients
+from hookstats.rules.attention import attention_entropy as attention_entropy
+from hookstats.rules.attention import attention_logits as attention_logits
+from hookstats.rules.attention import attention_sink as attention_sink
+from hookstats.rules.attention import dead_experts as dead_experts
+from hookstats.rules.attention import expert_load as expert_load
+from hookstats.rules.blocks import BLOCK_FORMATS as BLOCK_FORMATS
+from hookstats.rules.blocks import BlockFit as BlockFit
+from hookstats.rules.buffers import runaway_statistics as runaway_statistics
+from hookstats.rules.buffers import still_statistics as still_statistics
+from hookstats.rules.buffers import uninitialised_buffer as uninitialised_buffer
+from hookstats.rules.collapse import constant_output as constant_output
+from hookstats.rules.collapse import equal_channels as equal_channels
+from hookstats.rules.collapse import posterior_collapse as posterior_collapse
+from hookstats.rules.collapse import silent_rows as silent_rows
+from hookstats.rules.cross_entropy import cross_entropy_gradient as cross_entropy_gradient
+from hookstats.rules.engine import Ill as Ill
+from hookstats.rules.engine import Rule as Rule
+from hookstats.rules.engine import rule as rule
+from hookstats.rules.evaluation import evaluation_mode as evaluation_mode
+from hookstats.rules.finding import SEVERITIES as SEVERITIES
+from hookstats.rules.finding import Cause as Cause
+from hookstats.rules.finding import Finding as Finding
+from hookstats.rules.gradients import exploding_gradients as exploding_gradients
+from hookstats.rules.gradients import vanishing_gradients as vanishing_gradients
+from hookstats.rules.identities import identity as identity
+from hookstats.rules.inputs import constant_input as constant_input
+from hookstats.rules.inputs import input_shift as input_shift
+from hookstats.rules.inputs import unscaled_input as unscaled_input
+from hookstats.rules.judging import Function as Function
+from hookstats.rules.judging import Judge as Judge
+from hookstats.rules.judging import defaults as defaults
+from hookstats.rules.judging import is_ours as is_ours
+from hookstats.rules.judging import judge as judge
+from hookstats.rules.judging import rule_from_json as rule_from_json
+from hookstats.rules.judging import rule_to_json as rule_to_json
+from hookstats.rules.judging import rules_of_laws as rules_of_laws
+from hookstats.rules.judging import without_declared as without_declared
+from hookstats.rules.laws import bias_gradient as bias_gradient
+from hookstats.rules.laws import reduced_gradient as reduced_gradient
+from hookstats.rules.laws import replica_drift as replica_drift
+from hookstats.rules.learning import lost_updates as lost_updates
+from hookstats.rules.learning import shrinking_weights as shrinking_weights
+from hookstats.rules.learning import unchanged_parameters as unchanged_parameters
+from hookstats.rules.memory import Memory as Memory
+from hookstats.rules.moments import second_moment as second_moment
+from hookstats.rules.nonfinite import nonfinite as nonfinite
+from hookstats.rules.optimizer_law import optimizer_formula as optimizer_formula
+from hookstats.rules.outliers import massive_activations as massive_activations
+from hookstats.rules.outliers import outlier_channels as outlier_channels
+from hookstats.rules.precision import Fit as Fit
+from hookstats.rules.precision import fit as fit
+from hookstats.rules.precision import low_precision_fit as low_precision_fit
+from hookstats.rules.residual import residual_drift as residual_drift
+from hookstats.rules.spikes import gradient_norm_spike as gradient_norm_spike
+from hookstats.rules.spikes import loss_spike as loss_spike
+from hookstats.rules.step import Step as Step
+from hookstats.rules.step_law import outside_write as outside_write
+from hookstats.rules.story import Chapter as Chapter
+from hookstats.rules.story import head as head
+from hookstats.rules.story import story as story
+from hookstats.rules.updates import update_ratio as update_ratio

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from hookstats.numbers.fields import FIELDS, Counts
 from hookstats.rules.engine import Ill, rule
-from hookstats.rules.formatting import percent, tensor_of
+from hookstats.rules.formatting import percent
 from hookstats.rules.memory import Memory
 from hookstats.rules.step import Mask, Step
 
@@ -23,7 +25,7 @@ def dead_channels(
     share: float = 0.5,
     consecutive_steps: int = 5,
     some_consecutive_steps: int = 20,
-) -> list[Ill] | None:
+) -> Ill | list[Ill] | None:
     """A ReLU whose channels are 0 nearly always: more than half of them (warning), or all (critical).
 
     A channel is dead where fewer than ``active`` = 1 % of its values are not 0, and a layer is ill where more than
@@ -50,56 +52,42 @@ def dead_channels(
     by_design = (actives == before) & (actives > 0) & (actives < counts)  # as many in each of these steps
     by_design = memory.streak("by design").push(step.number, by_design, None, consecutive_steps - 1)
     memory["actives"] = np.where(counts > 0, actives, before)
-    gradients = step.partner("output", "grad_output")
     judged = step.alike(_layers)
     # More than `share` dead channels of equal size leave at most this many values.
     most = (1 - share) + share * active
     candidates = judged & (totals.min >= 0) & (actives < most * counts) & ~by_design
-    streaks = memory.streak("some"), memory.streak("every")
-    if not np.count_nonzero(candidates) and not streaks[0].goes_on and not streaks[1].goes_on:
+    of_some, of_all = memory.streak("some"), memory.streak("every")
+    if not np.count_nonzero(candidates) and not of_some.goes_on and not of_all.goes_on:
         return []
-    shares = np.zeros(len(step.sites))
+    shares, gradients = np.zeros(len(step.sites)), step.partner("output", "grad_output")
     for site in np.flatnonzero(candidates).tolist():
         place = outputs.index(site)
         gradient = int(gradients[outputs[place - 1]]) if place else -1
         shares[site] = _dead(step, site, gradient, active, consecutive_steps)
-    if not np.count_nonzero(shares > share) and not streaks[0].goes_on and not streaks[1].goes_on:
-        return []
-    some = streaks[0].push(step.number, shares > share, judged, some_consecutive_steps)
-    every = streaks[1].push(step.number, shares == 1, judged, consecutive_steps)
-    dead = some | every
+    some = of_some.push(step.number, shares > share, judged, some_consecutive_steps)
+    dead = some | of_all.push(step.number, shares == 1, judged, consecutive_steps)
     if dead.any():  # of outputs that follow each other, the first is named
-        named = np.zeros_like(dead)
-        named[outputs] = dead[outputs] & ~np.append(False, dead[outputs][:-1])
-        dead = named
-    since = np.where(shares == 1, streaks[1].since, streaks[0].since)
-
-    def say(site: int, since: int) -> str:
-        if has_zero_weights(step, site):
-            why = "all of its weights are 0. Nothing behind it can learn from it: look at how they are initialised."
-        else:
-            why = (
-                f"0 for more than {percent(1 - active)} of what they see. They get no gradient, and seldom come back: "
-                "lower the learning rate, look at the bias before them, or use a LeakyReLU or GELU."
-            )
-        return f"{_channels(shares[site])} of {tensor_of(step.sites[site])} are dead: {why}"
-
-    return [Ill(dead, say, shares, share, lambda site: "critical" if shares[site] == 1 else "warning", since=since)]
+        dead[outputs] &= ~np.append(False, dead[outputs][:-1])
+    since = np.where(shares == 1, of_all.since, of_some.since)
+    of_dead = f"0 for more than {percent(1 - active)} of what they see. They get no gradient, and seldom come back: "
+    of_dead += "lower the learning rate, look at the bias before them, or use a LeakyReLU or GELU."
+    of_zeros = "all of its weights are 0. Nothing behind it can learn from it: look at how they are initialised."
+    return Ill(
+        dead, "{channels} of {tensor} are dead: {why}", shares, share,
+        lambda site: "critical" if shares[site] == 1 else "warning", since=since,
+        words={
+            "channels": lambda site: _channels(shares[site]),
+            "why": lambda site: of_zeros if has_zero_weights(step, site) else of_dead,
+        },
+    )  # fmt: skip
 
 
 def _layers(step: Step) -> Mask:
     """``[n]``: the outputs with values that are judged, of which gradients come back if any do."""
-    gradients, judged = step.partner("output", "grad_output"), step.valued("output") & step.once(_firsts)
-    return judged & (gradients >= 0) & (step.calls[gradients] > 0) if step.once(_has_gradients) else judged
-
-
-def _firsts(step: Step) -> Mask:
-    """``[n]``: whether it is the first output of its module."""
-    return np.array([site.tensor in ("output", "output.0") for site in step.sites], bool)
-
-
-def _has_gradients(step: Step) -> bool:
-    return bool(step.is_kind("grad_output").any())
+    gradients = step.partner("output", "grad_output")
+    firsts: Mask = np.array([site.tensor in ("output", "output.0") for site in step.sites], bool)
+    judged = step.valued("output") & firsts
+    return judged & (gradients >= 0) & (step.calls[gradients] > 0) if step.is_kind("grad_output").any() else judged
 
 
 def _dead(step: Step, site: int, gradient: int, active: float, verdicts: int) -> float:
@@ -121,13 +109,9 @@ def _dead(step: Step, site: int, gradient: int, active: float, verdicts: int) ->
 
 def has_zero_weights(step: Step, output: int) -> bool:
     """Return whether the weight of an output's module has nothing but zeros, as far as it is measured."""
-    weights = step.once(_weights_of, output)
-    return any(step.totals.count[i] > 0 and step.totals.abs_max[i] == 0 for i in weights)
-
-
-def _weights_of(step: Step, output: int) -> list[int]:
     name = f"{step.sites[output].name}.weight".lstrip(".")
-    return [i for i, site in enumerate(step.sites) if site.name == name and site.tensor in ("param", "param_sample")]
+    weights = [step.id_of(name, kind) for kind in ("param", "param_sample")]
+    return any(i >= 0 and step.totals.count[i] > 0 and step.totals.abs_max[i] == 0 for i in weights)
 
 
 @rule(of="output", depth=3)
@@ -138,7 +122,7 @@ def saturated_channels(
     share: float = 0.5,
     consecutive_steps: int = 100,
     initial_slope: float = 0.1,
-) -> list[Ill] | None:
+) -> Ill | list[Ill] | None:
     """A tanh or sigmoid whose channels sit at their ends, where they let no gradient through (warning).
 
     The mean slope of a channel follows exactly from its moments: of a tanh it is 1 - E[x^2], of a sigmoid E[x] -
@@ -178,19 +162,20 @@ def saturated_channels(
                 initial[site] = _saturated(step, site, initial_slope, True)
     ill = lasting.push(step.number, shares > share, judged, consecutive_steps)
     from_start = first.push(step.number, initial > share, judged, _INITIAL) & (first.lengths == verdicts) & ~ill
-
-    def say(site: int, since: int) -> str:
-        is_initial = bool(from_start[site])
-        return (
-            f"{_channels((initial if is_initial else shares)[site])} of {tensor_of(step.sites[site])} "
-            f"{'have been' if is_initial else 'are'} saturated{' from the start' if is_initial else ''}: they sit at "
-            f"the ends of the {'tanh' if negative[site] else 'sigmoid'}, and let less than "
-            f"{percent(initial_slope if is_initial else slope)} of the gradient through. Make what comes in smaller: "
-            f"{'lower initial weights' if is_initial else 'lower weights or learning rate'}, or a norm before it."
-        )
-
-    values, since = np.where(from_start, initial, shares), np.where(from_start, first.since, lasting.since)
-    return [Ill(ill | from_start, say, values, share, since=since)]
+    end = "they sit at the ends of the {kind}, and let less than {least:%} of the gradient through. Make what comes in "
+    end += "smaller: {smaller}, or a norm before it."
+    words = {
+        "channels": lambda site: _channels((initial if from_start[site] else shares)[site]),
+        "kind": np.where(negative, "tanh", "sigmoid"),
+    }
+    lately = {**words, "least": slope, "smaller": "lower weights or learning rate"}
+    at_first = {**words, "least": initial_slope, "smaller": "lower initial weights"}
+    begin = "{channels} of {tensor} "
+    return [
+        Ill(ill, f"{begin}are saturated: {end}", shares, share, since=lasting.since, words=lately),
+        Ill(from_start, f"{begin}have been saturated from the start: {end}", initial, share, since=first.since,
+            words=at_first),
+    ]  # fmt: skip
 
 
 def _with_gradients(step: Step) -> Mask:
@@ -208,5 +193,5 @@ def _saturated(step: Step, site: int, slope: float, is_tanh: bool) -> float:
     return float((means - square < slope / 4).mean())
 
 
-def _channels(share: float) -> str:
+def _channels(share: Any) -> str:
     return "all channels" if share == 1 else f"{percent(share)} of the channels"

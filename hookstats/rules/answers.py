@@ -1,4 +1,4 @@
-"""The model's answers: probabilities where logits are expected, a loss that does not come down."""
+"""The model's answers, their gradient, and what these tell of the loss and its targets."""
 
 from __future__ import annotations
 
@@ -6,11 +6,39 @@ import math
 
 import numpy as np
 
+from hookstats.numbers.fields import FIELDS
 from hookstats.rules.engine import Ill, rule
-from hookstats.rules.formatting import number, tensor_of
 from hookstats.rules.history import middle
 from hookstats.rules.memory import Memory
 from hookstats.rules.step import Step
+
+_COUNT, _MIN, _MAX = map(FIELDS.index, ("count", "min", "max"))
+
+
+def answer(step: Step) -> tuple[int, int, int] | None:
+    """The ids of the model's last output and of its gradient, and how often that came; None where it did not."""
+    return step.alike(_answer)
+
+
+def _answer(step: Step) -> tuple[int, int, int] | None:
+    outputs = step.ordered("output")
+    if not outputs:
+        return None
+    gradient = int(step.partner("output", "grad_output")[outputs[-1]])
+    if gradient < 0 or not step.totals.count[gradient]:
+        return None
+    return outputs[-1], gradient, int(step.calls[gradient])
+
+
+def _is_of_softmax(step: Step, gradient: int) -> bool:
+    """Return whether a gradient adds up to 0, as that of a softmax does in each row."""
+    return bool(abs(step.sums[gradient]) < 1e-3 * step.totals.l1_norm[gradient])
+
+
+def _classes(step: Step, site: int) -> int:
+    """Return how many channels a site has; 0 where they are not known."""
+    state = step.state(site)
+    return 0 if state is None else state.shape[1]
 
 
 @rule(depth=2, sums=True)
@@ -28,42 +56,30 @@ def probabilities_as_logits(step: Step, consecutive_steps: int = 10) -> Ill | No
 
     False-positive guards: the module of that output has no parameters, as a layer whose logits are small has.
     """
-    outputs, loss = step.ordered("output"), step.scalars.get("loss")
-    if not outputs or loss is None:
+    found, loss = answer(step), step.scalars.get("loss")
+    if found is None or loss is None:
         return None
-    site = outputs[-1]
-    totals = step.totals
-    is_ill, least = False, 0.0
+    site, gradient, calls = found
+    totals, is_ill, least = step.totals, False, 0.0
     if totals.min[site] >= 0 and totals.max[site] <= 1 and step.nonfinite[site] == 0:
-        channels = step.channels(site)
-        classes = 0 if channels is None else len(channels.count)
-        least = math.log(1 + (classes - 1) / math.e) if classes > 1 else math.inf
-        is_ill = classes > 1 and _is_cross_entropy_of(step, site, classes, loss)
+        classes = _classes(step, site)
+        least, most = (math.log(1 + (classes - 1) * math.exp(sign)) if classes > 1 else math.inf for sign in (-1, 1))
+        size, expected = totals.l1_norm[gradient], 2 * (1 - math.exp(-loss)) * calls
+        is_ill = classes > 1 and least * 0.999 <= loss <= most * 1.001 and _is_of_softmax(step, gradient)
+        is_ill = is_ill and 0.75 * expected < size < 1.25 * expected
+        is_ill = is_ill and totals.zeros[gradient] < 0.1 * totals.count[gradient] and not step.once(_has_weights)[site]
+    text = (
+        "{tensor} lies in [0, 1], as probabilities do, and the loss is the cross-entropy of these as if they were "
+        "logits: it cannot come below {threshold}, and its gradient is small. Leave out the softmax or sigmoid before "
+        "the loss: cross_entropy has its own."
+    )
+    return Ill(is_ill, text, loss, least, steps=consecutive_steps, site=site)
 
-    def say(_: int, since: int) -> str:
-        return (
-            f"{tensor_of(step.sites[site])} lies in [0, 1], as probabilities do, and the loss is the cross-entropy of "
-            f"these as if they were logits: it cannot come below {number(least)}, and its gradient is small. Leave out "
-            "the softmax or sigmoid before the loss: cross_entropy has its own."
-        )
 
-    return Ill(is_ill, say, loss, least, steps=consecutive_steps, site=site)
-
-
-def _is_cross_entropy_of(step: Step, site: int, classes: int, loss: float) -> bool:
-    """Return whether loss and gradient are those of a cross-entropy of logits in [0, 1]."""
-    least, most = math.log(1 + (classes - 1) / math.e), math.log(1 + (classes - 1) * math.e)
-    gradient = int(step.partner("output", "grad_output")[site])
-    if not least * 0.999 <= loss <= most * 1.001 or gradient < 0 or not step.calls[gradient]:
-        return False
-    names = {f"{step.sites[site].name}.{name}".lstrip(".") for name in ("weight", "bias")}
-    if any(each.name in names for each in step.sites):  # the module has parameters: it is no softmax or sigmoid
-        return False
-    totals = step.totals
-    size, count = float(totals.l1_norm[gradient]), float(totals.count[gradient])
-    expected = 2 * (1 - math.exp(-loss)) * step.calls[gradient]
-    is_softmax = totals.zeros[gradient] < 0.1 * count and abs(step.sums[gradient]) < 1e-3 * size
-    return bool(is_softmax and 0.75 < size / expected < 1.25)
+def _has_weights(step: Step) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """``[n]``: whether the module of a site has parameters that are watched."""
+    names = {name.rpartition(".")[0] for name, _ in step.sites if name.rpartition(".")[2] in ("weight", "bias")}
+    return np.array([site.name in names for site in step.sites], bool)
 
 
 @rule(depth=3, sums=True)
@@ -84,34 +100,32 @@ def initial_loss(step: Step, memory: Memory, factor: float = 3.0) -> Ill | None:
 
     False-positive guards: other losses are not judged, nor those that add up over a batch.
     """
-    outputs, loss = step.ordered("output"), step.scalars.get("loss")
-    if memory.get("is_judged") or step.number > 0 or not outputs or loss is None or not math.isfinite(loss):
+    loss, has_outputs = step.scalars.get("loss"), bool(step.ordered("output"))
+    if memory.get("is_judged") or step.number > 0 or not has_outputs or loss is None or not math.isfinite(loss):
         return None
     memory["is_judged"] = True
-    site = outputs[-1]
-    channels, gradient = step.channels(site), int(step.partner("output", "grad_output")[site])
-    calls = int(step.calls[gradient]) if gradient >= 0 else 0
-    if channels is None or len(channels.count) < 2 or not calls:
+    found = answer(step)
+    classes = 0 if found is None else _classes(step, found[0])
+    if found is None or classes < 2:
         return None
-    guessing, size = math.log(len(channels.count)), float(step.totals.l1_norm[gradient])
-    is_each = calls <= size <= 2.01 * calls and abs(float(step.sums[gradient])) < 1e-3 * size
+    site, gradient, calls = found
+    guessing, size = math.log(classes), float(step.totals.l1_norm[gradient])
+    is_each = calls <= size <= 2.01 * calls and _is_of_softmax(step, gradient)
     is_ill = is_each and loss > factor * guessing * (0.9 if calls > 1 else 1.0)
-
-    def say(_: int, since: int) -> str:
-        begin = f"the first loss is {number(loss)}, and guessing among {len(channels.count)} classes would cost "
-        begin += f"{number(guessing)}: "
-        if calls > 1:
-            return begin + (
-                f"{calls} microbatches, each with a loss of its own, were added up, and so were their gradients. "
-                f"Divide each loss by {calls}, or lower the learning rate as much."
-            )
-        return begin + (
-            f"the model is sure of wrong answers from the start; the deviation of {tensor_of(step.sites[site])} is "
-            f"{number(float(step.totals.std[site]))}. Of a model that begins anew, make the initial weights smaller, "
-            "above all those of the last layer; to a pretrained one give labels, tokens and scaling as it had them."
+    begin = "the first loss is {value}, and guessing among {classes} classes would cost {threshold}: "
+    if calls > 1:
+        begin += (
+            "{calls} microbatches, each with a loss of its own, were added up, and so were their gradients. "
+            "Divide each loss by {calls}, or lower the learning rate as much."
         )
-
-    return Ill(is_ill, say, loss, guessing, "note", site=site)
+    else:
+        begin += (
+            "the model is sure of wrong answers from the start; the deviation of {tensor} is {spread}. Of a model that "
+            "begins anew, make the initial weights smaller, above all those of the last layer; to a pretrained one "
+            "give labels, tokens and scaling as it had them."
+        )
+    words = {"classes": str(classes), "calls": str(calls), "spread": step.totals.std[site]}
+    return Ill(is_ill, begin, loss, guessing, "note", site=site, words=words)
 
 
 @rule(per_site=False, depth=6, is_cause=False)
@@ -126,16 +140,13 @@ def no_progress(step: Step, memory: Memory, share: float = 0.02, after: int = 10
     long warmup. What to do: look at what else was found; train on one batch until it is known by heart; look at whether
     labels belong to their data.
     """
-    losses = step.given("loss")
-    if not losses:
+    losses = [loss for loss in step.given("loss").values() if math.isfinite(loss)]
+    if not step.given("loss"):
         return None
     firsts, last = memory.setdefault("firsts", []), memory.last("last", 20)
-    for loss in filter(math.isfinite, losses.values()):
-        memory["count"] = memory.get("count", 0) + 1
-        if len(firsts) < 5:
-            firsts.append(loss)
-        last.append(loss)
-    count = memory.get("count", 0)
+    firsts += losses[: 5 - len(firsts)]
+    last.extend(losses)
+    count = memory["count"] = memory.get("count", 0) + len(losses)
     if count < memory.get("next", after):
         return []
     while memory.get("next", after) <= count:
@@ -144,12 +155,164 @@ def no_progress(step: Step, memory: Memory, share: float = 0.02, after: int = 10
     noise = float(np.std(last)) / math.sqrt(len(last))
     is_ill = now >= first - max(share * abs(first), noise)
     is_new, memory["was_ill"] = is_ill and not memory.get("was_ill", False), is_ill
+    text = (
+        "the loss is {value} after {steps} steps, and began at {threshold}: nothing has been learned that it shows. If "
+        "nothing else was found: train on a single batch until it is known by heart, and look at whether the labels "
+        "belong to their data."
+    )
+    return Ill(is_new, text, now, first, "note", words={"steps": str(count)})
 
-    def say(_: int, since: int) -> str:
-        return (
-            f"the loss is {number(now)} after {count} steps, and began at {number(first)}: nothing has been learned "
-            "that it shows. If nothing else was found: train on a single batch until it is known by heart, and look at "
-            "whether the labels belong to their data."
-        )
 
-    return Ill(is_new, say, now, first, "note")
+@rule(of="grad_output", depth=2, sums=True)
+def broadcast_target(step: Step, consecutive_steps: int = 5, residual: float = 1e-4) -> Ill | None:
+    """Every answer is compared with every target, as (N, 1) against (N) is: the model learns their mean (warning).
+
+    The gradient of a squared error is 2 / N times the answer minus its target. Where the target is one number for all
+    rows, the gradient varies from row to row exactly as the answer does: std(gradient) * N / std(answer) is 2, or 1 for
+    half of the square, and so it is if each answer is compared with all targets, which broadcasting does silently. Then
+    the loss is also larger than the mean square that this gradient implies, by the variance of the targets. A model
+    with one output is ill if both hold, to ``residual`` = 1e-4 and 0.01, in ``consecutive_steps`` = 5 measured steps in
+    a row. The law is arithmetic; the figures are ours.
+
+    What else looks like it: one target for the whole batch, and a second term of the loss. What to do: give both the
+    same shape, by ``output.squeeze(-1)`` or ``target[:, None]``; torch warns of it where the loss is `mse_loss`.
+
+    False-positive guards: where targets differ the two agree by chance alone; answers of fewer than 8 values,
+    and those that are the same for all rows, are not judged.
+    """
+    found, loss = answer(step), step.scalars.get("loss")
+    if found is None or loss is None or found[2] > 1 or _classes(step, found[0]) > 1:
+        return None
+    site, gradient, _ = found
+    totals = step.totals
+    count, spread = float(totals.count[site]), float(totals.std[site])
+    if count < 8 or count != totals.count[gradient] or not spread > 1e-3 * float(totals.rms[site]):
+        return None
+    ratio = float(totals.std[gradient]) * count / spread
+    factor = 2.0 if ratio > 1.5 else 1.0
+    square = factor / 2 * (float(totals.rms[gradient]) * count / factor) ** 2
+    is_one = abs(ratio / factor - 1) < residual and loss > 1.01 * square
+    text = (
+        "the gradient of {tensor} is that of a squared error against one number for all {count} rows, in each measured "
+        "step since step {since}, and the loss is not: (N, 1) was compared with (N), each answer with every target, "
+        "and the model can learn their mean alone. Give both the same shape: output.squeeze(-1), or target[:, None]."
+    )
+    return Ill(is_one, text, ratio, residual, steps=consecutive_steps, site=site, words={"count": count})
+
+
+@rule(of="grad_output", depth=2)
+def nll_of_logits(step: Step, consecutive_steps: int = 5) -> Ill | None:
+    """A negative log likelihood of what are no log-probabilities: logits, or probabilities (warning).
+
+    The loss takes one value of each row as it is: the gradient of the model's last output is one negative number in one
+    place of each row, and 0 in all others. So it must be where log-probabilities come out, which are never above 0; but
+    that output has values above 0. In ``consecutive_steps`` = 5 measured steps in a row. Both are arithmetic.
+
+    What else looks like it: a model whose chosen output is to grow for its own sake. What to do: use `cross_entropy`,
+    which takes logits; or give `nll_loss` the result of ``log_softmax``.
+
+    False-positive guards: a gradient that has several sizes, as that of Q learning has, is not judged, nor is
+    one of fewer than 8 rows.
+    """
+    found = answer(step)
+    if found is None or found[2] > 1:
+        return None
+    site, gradient, _ = found
+    totals = step.totals
+    is_ill = False
+    if totals.max[gradient] == 0:
+        lowest, count = float(totals.min[gradient]), float(totals.count[gradient])
+        chosen, classes = count - float(totals.zeros[gradient]), _classes(step, gradient)
+        is_ill = chosen >= 8 and lowest < 0 and abs(float(totals.l1_norm[gradient]) / (-lowest * chosen) - 1) < 1e-5
+        is_ill = is_ill and classes > 1 and chosen * classes <= count and bool(totals.max[site] > 0)
+    text = (
+        "the loss takes one value of each row of {tensor} as it is, and these reach {value}: log-probabilities, which "
+        "nll_loss expects, are never above 0. So the loss falls without an end, and the other classes learn nothing. "
+        "Use cross_entropy, or give nll_loss the result of log_softmax."
+    )
+    return Ill(is_ill, text, float(totals.max[site]), 0.0, steps=consecutive_steps, site=site)
+
+
+@rule(of="grad_output", depth=0)
+def sorted_data(step: Step, memory: Memory, share: float = 0.7, batches: int = 10, rows: int = 8) -> Ill | None:
+    """Each batch holds one class, and another one later: the data are sorted, and nobody shuffles them (warning).
+
+    The gradient of a cross-entropy is below 0 at the class of a row and above 0 at all others, and adds up to 0 in each
+    row. So a batch of one class pulls one channel up in all of its rows, and all others down. A run is ill if that is
+    so in ``share`` = 0.7 of the last ``batches`` = 10 measured ones, and if it was not the same class in all of them
+    since the run began. It follows from the definition; the figures are ours.
+
+    What else looks like it: tasks that are learned one after another on purpose. What to do: shuffle
+    (``DataLoader(shuffle=True)``; for streams a buffer that is larger than a class; for files, their order).
+
+    False-positive guards: batches of fewer than ``rows`` = 8 rows are not judged; nor is a class that is
+    nearly all of the data, for then it is always the same.
+    """
+    found = answer(step)
+    state = None if found is None or found[2] > 1 else step.state(found[1])
+    if found is None or state is None or state.shape[1] < 3 or state[_COUNT].min() < rows:
+        return None
+    if not _is_of_softmax(step, found[1]):
+        return None
+    pulled = np.flatnonzero(state[_MIN] < 0)
+    chosen = int(pulled[0]) if len(pulled) == 1 and state[_MAX, pulled[0]] <= 0 else -1
+    last, known = memory.last("last", batches), memory.setdefault("classes", set())
+    last.append(chosen)
+    if chosen >= 0:
+        memory.setdefault("since", step.number)
+        known.add(chosen)
+    alone = sum(each >= 0 for each in last)
+    is_ill = len(last) == batches and alone >= share * batches and len(known) > 1
+    text = (
+        "{alone} of the last {batches} measured batches held a single class each, {classes} different ones since step "
+        "{since}, as the gradient of {tensor} shows: the data are sorted by class. Shuffle them: "
+        "DataLoader(shuffle=True), or a buffer that holds more than a class."
+    )
+    words = {"alone": alone, "batches": batches, "classes": len(known)}
+    return Ill(is_ill, text, alone / batches, share, since=memory.get("since"), site=found[0], words=words)
+
+
+@rule(of="grad_output", per_site=False, depth=2)
+def absent_class(
+    step: Step, memory: Memory, batches: int = 40, rows: float = 100.0, share: float = 0.25
+) -> Ill | list[Ill] | None:
+    """A class that is never a target, so that the model learns never to answer it (a note).
+
+    The gradient of a cross-entropy is below 0 at the class of a row and above 0 at all others, and adds up to 0 in each
+    row. So a channel of the gradient of the last output that has been above 0 and never below is a class that no row
+    had. It is told after ``batches`` = 40 measured steps and ``rows`` = 100 rows for each class. It follows from the
+    definition; the figures are ours.
+
+    What else looks like it: padding and reserved classes, which are left out on purpose; a class that is rarer than one
+    row in all. What to do: look whether the data have that class, whether ``ignore_index`` or a mask takes more than
+    the padding (an end-of-text token that is also the padding is never learned, and a model that was trained so does
+    not stop), and whether labels count from 0.
+
+    False-positive guards: where more than ``share`` = 0.25 of the classes are absent, the vocabulary is wider than the
+    data, and nothing is said; nor of fewer than 3 classes.
+    """
+    found = answer(step)
+    state = None if found is None or found[2] > 1 else step.state(found[1])
+    if found is None or state is None or state.shape[1] < 3 or not _is_of_softmax(step, found[1]):
+        return None
+    classes = state.shape[1]
+    if len(memory.get("had", ())) != classes:
+        memory["had"], memory["others"] = np.zeros((2, classes), bool)
+        memory["rows"], memory["steps"], memory["since"] = 0, 0, step.number
+    memory["had"] |= state[_MIN] < 0
+    memory["others"] |= state[_MAX] > 0
+    memory["rows"] += float(state[_COUNT].max())
+    memory["steps"] += 1
+    if memory["steps"] < batches or memory["rows"] < rows * classes:
+        return []
+    absent = np.flatnonzero(memory["others"] & ~memory["had"])
+    listed = ", ".join(map(str, absent[:5].tolist())) + (", ..." if len(absent) > 5 else "")
+    what, have, it = ("class", "has", "it") if len(absent) == 1 else ("classes", "have", "them")
+    text = (
+        f"{what} {listed} of {{tensor}} {have} been the target of no row in {{steps}} measured steps: the model learns "
+        f"never to answer {it}. That is right for padding and reserved classes; else look at the data, at labels that "
+        "do not count from 0, and at ignore_index, which must not be the end-of-text token."
+    )
+    since, words = memory["since"], {"steps": str(memory["steps"])}
+    is_ill = 0 < len(absent) <= share * classes
+    return Ill(is_ill, text, len(absent), 0.0, "note", since=since, site=found[0], words=words)

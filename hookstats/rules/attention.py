@@ -1,14 +1,15 @@
-"""Attention whose logits grow, and whose heads look at one key alone."""
+"""Attention whose logits grow, and whose heads look at one key alone; what routers give their experts."""
 
 from __future__ import annotations
 
+import re
 from collections import deque
 
 import numpy as np
 
-from hookstats.numbers.fields import Array
+from hookstats.numbers.fields import Array, Counts
 from hookstats.rules.engine import Ill, rule
-from hookstats.rules.formatting import number, times
+from hookstats.rules.formatting import times
 from hookstats.rules.memory import Memory
 from hookstats.rules.step import Step
 
@@ -34,27 +35,26 @@ def attention_logits(step: Step, value: float = 100.0, consecutive_steps: int = 
     bound = np.where(judged & (partner >= 0), step.totals.max[partner], -np.inf)
     beyond = largest > value
 
-    def say(site: int, since: int) -> str:
-        channels, heads = step.channels(site), ""
-        if channels is not None and len(channels.max) > 1:
-            many = times(len(channels.max), "head")
-            heads = f" in head {np.nanargmax(channels.max)}; {(channels.max > value).sum()} of {many} are beyond"
-        return (
-            f"the attention logits of {step.sites[site].name} reach {number(largest[site])}{heads}: beyond "
-            f"{number(value)} its softmax chooses one key, and gradients through it vanish or jump. Clip or "
-            "normalise query and key, or lower the learning rate of their weights."
-        )
+    def heads(site: int) -> str:
+        of_heads = step.channels_or_whole(site).max
+        if len(of_heads) < 2:
+            return ""
+        many = times(len(of_heads), "head")
+        return f" in head {np.nanargmax(of_heads)}; {(of_heads > value).sum()} of {many} are beyond"
 
-    def say_of_others(site: int, since: int) -> str:
-        return (
-            f"the attention logits of {step.sites[site].name} reach {number(largest[site])} in the queries that were "
-            f"looked at, and may reach {number(bound[site])} in others, by the norms of queries and keys."
-        )
-
-    may_be = ~beyond & (largest > value / 2) & (bound > value)
+    text = (
+        "the attention logits of {name} reach {value}{heads}: beyond {threshold} its softmax chooses one key, and "
+        "gradients through it vanish or jump. Clip or normalise query and key, or lower the learning rate of their "
+        "weights."
+    )
+    of_others = (
+        "the attention logits of {name} reach {largest} in the queries that were looked at, and may reach {value} in "
+        "others, by the norms of queries and keys."
+    )
+    may_be, words = ~beyond & (largest > value / 2) & (bound > value), {"heads": heads, "largest": largest}
     return [
-        Ill(beyond, say, largest, value, judged=judged, steps=consecutive_steps),
-        Ill(may_be, say_of_others, bound, value, "note", judged, consecutive_steps, key="others"),
+        Ill(beyond, text, largest, value, judged=judged, steps=consecutive_steps, words=words),
+        Ill(may_be, of_others, bound, value, "note", judged, consecutive_steps, key="others", words=words),
     ]
 
 
@@ -94,16 +94,13 @@ def attention_entropy(
             ratios[site] = np.median(fallen)
         if not ill[site] and np.isfinite(entropy).all():
             past.append(entropy)
-
-    def say(site: int, since: int) -> str:
-        return (
-            f"the attention of {step.sites[site].name} has collapsed: the entropy of its heads has fallen to "
-            f"{number(100 * ratios[site])} % of what it was, to {number(step.totals.mean[site])} nats: each query "
-            "looks at hardly more than one key. Look at its logits; lower the learning rate, or normalise query and "
-            "key."
-        )
-
-    return Ill(ill, say, ratios, ratio, judged=judged, steps=consecutive_steps)
+    text = (
+        "the attention of {name} has collapsed: the entropy of its heads has fallen to {value:%} of what it was, to "
+        "{entropy} nats: each query looks at hardly more than one key. Look at its logits; lower the learning rate, or "
+        "normalise query and key."
+    )
+    words = {"entropy": step.totals.mean}
+    return Ill(ill, text, ratios, ratio, judged=judged, steps=consecutive_steps, words=words)
 
 
 @rule(of="attention.sink", depth=3)
@@ -125,11 +122,121 @@ def attention_sink(step: Step, share: float = 0.3, heads: float = 0.5, consecuti
     ill = np.zeros(len(step.sites), bool)
     for site in np.flatnonzero(judged & (entropy >= 0) & (means[entropy] > 0.5)).tolist():
         ill[site] = np.mean(step.channels_or_whole(site).mean > share) >= heads
+    text = (
+        "the attention of {name} rests on the first key, which gets {value:%} of it. Large language models do so; low "
+        "precision and a cache that drops the first key suffer from it."
+    )
+    return Ill(ill, text, means, share, "note", judged, consecutive_steps)
 
-    def say(site: int, since: int) -> str:
-        return (
-            f"the attention of {step.sites[site].name} rests on the first key, which gets {number(100 * means[site])} "
-            "% of it. Large language models do so; low precision and a cache that drops the first key suffer from it."
-        )
 
-    return Ill(ill, say, means, share, "note", judged, consecutive_steps)
+def _loads(step: Step, memory: Memory, window: int) -> dict[int, Array]:
+    """Tokens per expert that routers have shown, over the last steps: of the sites of this step that have so many."""
+    found: dict[int, Array] = {}
+    for site in step.alike(_routers):
+        channels, loads = step.channels_or_whole(site), memory.last(f"loads of {site}", window)
+        loads.append(channels.mean * channels.count)
+        if len(loads) == window:
+            found[site] = np.sum(np.array(loads), axis=0)
+    return found
+
+
+def _routers(step: Step) -> list[int]:
+    found: list[int] = np.flatnonzero(step.valued("router.load") & step.has_channels).tolist()
+    return found
+
+
+@rule(of="router.load", depth=3)
+def dead_experts(step: Step, memory: Memory, window: int = 50, tokens: float = 100.0) -> Ill | None:
+    """An expert of a mixture has got no token for long (warning): in ``window`` = 50 measured steps.
+
+    An expert that gets no token learns nothing, and its router never finds out. The rule judges what
+    ``tensors=("router", ...)`` counts. torchtitan and OLMo-core log how many experts have none; for how long is ours to
+    say.
+
+    What else looks like it: experts that are meant for inputs that are not in the data. What to do: balance the load by
+    a loss or a bias per expert, add noise to the router's logits, or initialise the dead expert again, from a busy one.
+
+    False-positive guards: all experts together got at least ``tokens`` = 100 each in these steps; where the
+    load as a whole has collapsed, `expert_load` says so alone.
+    """
+    loads = _loads(step, memory, window)
+    ill, counts = np.zeros(len(step.sites), bool), np.zeros(len(step.sites))
+    for site, load in loads.items():
+        counts[site] = (load == 0).sum()
+        ill[site] = counts[site] and load.mean() >= tokens and 2 * counts[site] < len(load)
+
+    def which(site: int) -> str:
+        dead = np.flatnonzero(loads[site] == 0).tolist()
+        return ", ".join(map(str, dead[:8])) + (", ..." if len(dead) > 8 else "")
+
+    text = (
+        "{value} of the {count} experts of {name} got no token in {window} measured steps: {which}. They learn "
+        "nothing. Balance the load, or initialise them again."
+    )
+    words = {"count": lambda site: str(len(loads[site])), "window": str(window), "which": which}
+    return Ill(ill, text, counts, words=words)
+
+
+@rule(depth=3)
+def expert_load(
+    step: Step, memory: Memory, entropy: float = 0.5, window: int = 10, name: str = "experts"
+) -> list[Ill] | None:
+    """A router sends nearly all tokens to a few of its experts (warning).
+
+    The load of experts is what ``tensors=("router", ...)`` counts. Without it, experts are modules whose path has
+    ``name`` and a number, ``layers.3.mlp.experts.5``, or what is inside them, and their load is the count of values in
+    their output. It is summed over the last ``window`` = 10 measured steps. A router is ill if the entropy of the
+    loads, divided by the logarithm of the number of experts, is below ``entropy`` = 0.5: of 8 experts, fewer than 3
+    work. torchtitan logs the same, and the largest load over the mean; where it becomes a problem is ours to say.
+
+    What else looks like it: experts that are meant for different inputs, of which only some are in the data. What to
+    do: add a loss that balances the load, or a bias per expert, or noise to the router's logits; see that its learning
+    rate and initial weights are small.
+
+    False-positive guards: an uneven load, or a single idle expert, is no problem; two experts are not judged.
+    Experts that one module computes together (stacked weights) have no outputs of their own, and are seen by their
+    router alone.
+    """
+    groups, routers = step.once(_experts, name), {step.sites[site].name for site in step.alike(_routers)}
+    loads = [(site, load, step.sites[site].name, "") for site, load in _loads(step, memory, window).items()]
+    if not groups and not routers:
+        return None
+    for path, experts in groups.items():
+        if path.rpartition(".")[0] not in routers:
+            counts = memory.last(f"counts of {path}", window)
+            counts.append(step.totals.count[experts])
+            if len(counts) == window and len(counts[0]) == len(counts[-1]):
+                load = np.sum(np.array(counts), axis=0)
+                busiest = int(experts[load.argmax()])
+                loads.append((busiest, load, path, step.sites[busiest].name))
+    found = []
+    text = (
+        "the router of {path} has collapsed: {busiest} gets {most:%} of the tokens, and {few} of {count} experts get "
+        "next to none. Raise the weight of the balancing loss, lower the router's learning rate, or add noise to it."
+    )
+    for site, load, path, busiest_name in loads:
+        if load.any() and len(load) > 2:
+            shares = load / load.sum()
+            some = shares[shares > 0]
+            evenness = float(-(some * np.log(some)).sum() / np.log(len(load)))
+            words = {
+                "path": path, "busiest": busiest_name or f"expert {load.argmax()}", "most": shares.max(),
+                "few": (shares < 0.1 / len(load)).sum(), "count": len(load),
+            }  # fmt: skip
+            found.append(Ill(evenness < entropy, text, evenness, entropy, site=site, words=words))
+    return found
+
+
+def _experts(step: Step, experts: str) -> dict[str, Counts]:
+    """Return the ids of the outputs of each router's experts: their own, or else those of the first thing in them."""
+    pattern = re.compile(rf"(?P<path>.*?{re.escape(experts)})\.(?P<number>\d+)(?P<inside>\..*)?")
+    found: dict[str, dict[str, list[int]]] = {}
+    for i in np.flatnonzero(step.is_kind("output")).tolist():
+        match = pattern.fullmatch(step.sites[i].name)
+        if match:
+            inside = f"{match['inside'] or ''} {step.sites[i].tensor}"
+            found.setdefault(match["path"], {}).setdefault(inside, []).append(i)
+    groups = {
+        path: max(inside.items(), key=lambda each: (len(each[1]), -len(each[0])))[1] for path, inside in found.items()
+    }
+    return {path: np.array(ids) for path, ids in groups.items() if len(ids) > 2}

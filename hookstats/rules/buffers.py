@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from hookstats.numbers.fields import Counts
 from hookstats.rules.engine import Ill, rule
-from hookstats.rules.formatting import number, tensor_of
+from hookstats.rules.formatting import number
 from hookstats.rules.memory import Memory
 from hookstats.rules.step import Mask, Step
 
 _TABLE = "inv_freq"  # of rotary positions: the name that they have everywhere
+_MOMENTUM = "Look at the norm's momentum, which is the share of the new batch (0.1), and at "
 
 
 @rule(of="buffer_sample", depth=0)
@@ -32,11 +32,12 @@ def uninitialised_buffer(
     constant, are not judged; nor is a buffer that was in order when it was first seen. NaN that reaches no output is a
     note.
     """
-    fired, known = step.fired("buffer_sample"), memory.of_sites("known", False)
-    judged = fired & ~known
+    known = memory.of_sites("known", False)
+    judged = step.fired("buffer_sample") & ~known
     if not np.count_nonzero(judged):
         return None
-    totals, is_table, size = step.totals, step.once(_tables), step.totals.abs_max
+    totals, size = step.totals, step.totals.abs_max
+    is_table = np.array([_TABLE in name.rpartition(".")[2] for name, _ in step.sites], bool)
     is_nan = (totals.nans > 0) & (totals.nans + totals.count > 1)
     is_absurd = (totals.max > largest) | ((size > 0) & (size < smallest))
     is_wrong_table = is_table & ((totals.nans > 0) | (totals.min < 0) | (size == 0) | (totals.max > fastest))
@@ -44,23 +45,19 @@ def uninitialised_buffer(
     known |= judged & ~ill
     reaches = step.has_nonfinite and bool(step.nonfinite[step.fired("output")].any())
 
-    def say(site: int, since: int) -> str:
+    def what(site: int) -> str:
         if totals.nans[site]:
-            what = f"{number(totals.nans[site])} of its values are NaN"
-        elif size[site] == 0:
-            what = "all of its values are 0"
-        else:
-            what = f"its values go from {number(totals.min[site])} to {number(totals.max[site])}"
-        return (
-            f"{tensor_of(step.sites[site])} was never computed: {what}. Buffers of a module that was made on the meta "
-            "device, or that no checkpoint holds, stay what memory held by chance: initialise them once more after "
-            "the weights are loaded."
-        )
+            return f"{number(totals.nans[site])} of its values are NaN"
+        if size[site] == 0:
+            return "all of its values are 0"
+        return f"its values go from {number(totals.min[site])} to {number(totals.max[site])}"
 
-    def severity(site: int) -> str:
-        return "note" if is_nan[site] and not is_table[site] and not reaches else "warning"
-
-    return Ill(ill, say, np.where(is_nan, totals.nans, size), largest, severity)
+    text = (
+        "{tensor} was never computed: {what}. Buffers of a module that was made on the meta device, or that no "
+        "checkpoint holds, stay what memory held by chance: initialise them once more after the weights are loaded."
+    )
+    is_note, values = is_nan & ~is_table & (not reaches), np.where(is_nan, totals.nans, size)
+    return Ill(ill, text, values, largest, lambda site: "note" if is_note[site] else "warning", words={"what": what})
 
 
 @rule(of="buffer_sample", depth=1)
@@ -79,34 +76,38 @@ def still_statistics(step: Step, memory: Memory, consecutive_steps: int = 10) ->
     False-positive guards: statistics that were loaded and never moved since, and norms that do not run or get no
     gradient, are not judged.
     """
-    means, variances, outputs, weights = step.alike(_statistics)
-    if not len(means):
+    is_mean, variances = (
+        step.alike(_means),
+        step.partner("buffer_sample", "buffer_sample", "running_mean", "running_var"),
+    )
+    if not is_mean.any():
         return None
-    totals = step.totals
-    moved, now = memory.of_sites("moved", False), np.array([totals.mean, totals.rms, totals.max])
-    ids, last, memory["last"] = np.concatenate([means, variances]), memory.get("last"), now
+    totals, moved = step.totals, memory.of_sites("moved", False)
+    now, last = np.array([totals.mean, totals.rms, totals.max]), memory.get("last")
+    memory["last"] = now
     if last is None or last.shape != now.shape:
         return None
-    moved[ids] |= (now[:, ids] != last[:, ids]).any(0)
-    is_still = (now[:, means] == last[:, means]).all(0) & (now[:, variances] == last[:, variances]).all(0)
-    has_moved = moved[means] | moved[variances]
-    is_new = (totals.abs_max[means] == 0) & (totals.min[variances] == 1) & (totals.max[variances] == 1)
-    moved[means] = has_moved
+    differs = (now != last).any(0)
+    differs |= differs[variances]
+    moved |= is_mean & differs
+    is_new = (totals.abs_max == 0) & (totals.min[variances] == 1) & (totals.max[variances] == 1)
+    outputs = step.partner("buffer_sample", "output", "running_mean")
+    weights = step.partner("buffer_sample", "param_grad", "running_mean", "weight")
     runs = ((outputs >= 0) & (step.calls[outputs] > 0)) | ((weights >= 0) & (totals.abs_max[weights] > 0))
-    ill, judged = np.zeros((2, len(step.sites)), bool)
-    judged[means] = runs & bool(step.grad_norm)
-    ill[means] = judged[means] & is_still & (has_moved | is_new) & (totals.max[variances] > 0)
-
-    def say(site: int, since: int) -> str:
-        name = step.sites[site].name.rpartition(".")[0] or "the model"
-        text = f"the running mean and variance of {name} have stood still since step {since}, while it is trained"
-        if not moved[site]:
-            text += ", and are 0 and 1 as at the beginning: evaluation will not normalise by anything that was seen"
-        return f"{text}. Look at its momentum, and whether it is in evaluation mode."
-
+    judged = is_mean & runs & bool(step.grad_norm)
+    ill = judged & ~differs & (moved | is_new) & (totals.max[variances] > 0)
+    text = (
+        "the running mean and variance of {norm} have stood still since step {since}, while it is trained{new}. Look "
+    )
+    text += "at its momentum, and whether it is in evaluation mode."
+    new = ", and are 0 and 1 as at the beginning: evaluation will not normalise by anything that was seen"
+    words = {
+        "norm": lambda site: step.sites[site].name.rpartition(".")[0] or "the model",
+        "new": lambda site: "" if moved[site] else new,
+    }
     return Ill(
-        ill, say, consecutive_steps, consecutive_steps, lambda site: "note" if moved[site] else "warning",
-        judged, consecutive_steps,
+        ill, text, consecutive_steps, consecutive_steps, lambda site: "note" if moved[site] else "warning",
+        judged, consecutive_steps, words=words,
     )  # fmt: skip
 
 
@@ -128,13 +129,13 @@ def runaway_statistics(
     False-positive guards: statistics that grow more slowly from step to step, as they do on the way to a new level, and
     growth that began in the first ``min_history`` = 20 measured steps and has not gone on since, are not judged.
     """
-    means, variances, _, _ = step.alike(_statistics)
-    if not len(means):
+    is_mean = step.alike(_means)
+    if not is_mean.any():
         return None
-    totals, judged = step.totals, np.zeros(len(step.sites), bool)
-    judged[means] = judged[variances] = True
-    is_negative = judged & (totals.min < 0)
-    is_negative[means] = False
+    variances = step.partner("buffer_sample", "buffer_sample", "running_mean", "running_var")[is_mean]
+    totals, judged = step.totals, is_mean.copy()
+    judged[variances] = True
+    is_negative = judged & ~is_mean & (totals.min < 0)
     last, grown, first = (memory.of_sites(name, np.nan) for name in ("last", "grown", "first"))
     now = totals.rms - last
     age = memory.of_sites("age", 0)
@@ -145,39 +146,21 @@ def runaway_statistics(
     streak = memory.streak()
     factors = totals.rms / first
     ill = streak.push(step.number, grows, judged, consecutive_steps) & (factors >= ratio) & (age > min_history)
-
-    def say_grown(site: int, since: int) -> str:
-        return (
-            f"{tensor_of(step.sites[site])} runs away: it has grown {number(factors[site])} times since step {since}, "
-            "in each measured step by more than before. Look at the norm's momentum, which is the share of the new "
-            "batch (0.1), and at how the layer before it grows."
-        )
-
-    def say_negative(site: int, since: int) -> str:
-        return (
-            f"{tensor_of(step.sites[site])} is {number(totals.min[site])} at least in one channel: no variance is "
-            "below 0, and in evaluation its root is NaN. Look at the norm's momentum, which is the share of the new "
-            "batch (0.1), and at what else writes to it."
-        )
-
+    is_grown = "{tensor} runs away: it has grown {factor} times since step {since}, in each measured step by more than "
+    is_grown += f"before. {_MOMENTUM}how the layer before it grows."
+    is_below = (
+        "{tensor} is {value} at least in one channel: no variance is below 0, and in evaluation its root is NaN. "
+    )
+    is_below += f"{_MOMENTUM}what else writes to it."
     return [
-        Ill(is_negative, say_negative, totals.min, 0.0),
-        Ill(ill & ~is_negative, say_grown, streak.lengths, consecutive_steps, since=streak.since),
-    ]
+        Ill(is_negative, is_below, totals.min, 0.0),
+        Ill(ill & ~is_negative, is_grown, streak.lengths, consecutive_steps, since=streak.since,
+            words={"factor": factors}),
+    ]  # fmt: skip
 
 
-def _tables(step: Step) -> Mask:
-    return np.array([_TABLE in name.rpartition(".")[2] for name, _ in step.sites], bool) & step.is_kind("buffer_sample")
-
-
-def _statistics(step: Step) -> Counts:
-    """``[4, norms]``: the ids of running means, variances, outputs, gradients of weights; -1 where there is none."""
-    found, fired = [], step.fired("buffer_sample")
-    for i in np.flatnonzero(fired).tolist():
-        module, _, key = step.sites[i].name.rpartition(".")
-        prefix = f"{module}." if module else ""
-        variance = step.id_of(f"{prefix}running_var", step.sites[i].tensor)
-        if key == "running_mean" and variance >= 0 and fired[variance]:
-            found.append((i, variance, step.id_of(module, "output"), step.id_of(f"{prefix}weight", "param_grad")))
-    result: Counts = np.array(found, np.int64).reshape(-1, 4).T
-    return result
+def _means(step: Step) -> Mask:
+    """``[n]``: running means that came, with their variances."""
+    fired = step.fired("buffer_sample")
+    variances = step.partner("buffer_sample", "buffer_sample", "running_mean", "running_var")
+    return fired & (variances >= 0) & fired[variances]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from hookstats.numbers.fields import FIELDS, Array, Counts
+from hookstats.rules.answers import answer
 from hookstats.rules.engine import Ill, rule
-from hookstats.rules.formatting import number, tensor_of, times
+from hookstats.rules.formatting import times
 from hookstats.rules.memory import Memory
 from hookstats.rules.step import Step
 
@@ -31,39 +32,25 @@ def constant_output(
     False-positive guards: channels of fewer than ``rows`` = 8 values are not judged, nor is an output of
     nothing but zeros, or without a gradient, nor what is constant because the inputs are (`constant_input`).
     """
-    outputs = step.ordered("output")
-    if not outputs:
+    found = answer(step)
+    if found is None:
         return None
-    site, totals = outputs[-1], step.totals
-    gradient = int(step.partner("output", "grad_output")[site])
-    if gradient < 0 or not totals.count[gradient]:
-        return None
-    state = step.state(site)
+    site, totals, state = found[0], step.totals, step.state(found[0])
     if totals.abs_max[site] == 0 or (totals.count[site] if state is None else state[_COUNT].min()) < rows:
         return None
-    is_one = state is None or state.shape[1] == 1
-    if state is None or is_one:
-        varies, limit = float(totals.max[site] - totals.min[site]) / float(totals.abs_max[site]), exactly
-    elif state[_M2].sum() > 2 * ratio**2 * (totals.l2_norm[site] * step.scales[site]) ** 2:  # this spares most the rest
-        varies, limit = 1.0, ratio
+    if state is None or state.shape[1] == 1:
+        varies, limit, of_what = float((totals.max - totals.min)[site] / totals.abs_max[site]), exactly, "its size"
     else:
-        channels = step.channels(site)
-        assert channels is not None
-        within = float(np.nansum(channels.var * (channels.count - 1)))
-        whole = float(totals.var[site] * (totals.count[site] - 1))
-        if not whole > 0:
-            return None
-        varies, limit = float(np.sqrt(within / whole)), ratio
-
-    def say(_: int, since: int) -> str:
-        return (
-            f"all rows get one answer: {tensor_of(step.sites[site])} varies from row to row by {number(varies)} of "
-            f"{'its size' if is_one else 'what its values vary in all'}, in each measured step since step {since}. "
-            "Look for a mean over the batch dimension, for inputs that are far too small, for dead layers, and for a "
-            "loss that is least where everything is one point."
-        )
-
-    return Ill(varies < limit, say, varies, limit, steps=consecutive_steps, site=site)
+        varies, limit, of_what = 1.0, ratio, "what its values vary in all"
+        within = float(state[_M2].sum()) / float(step.scales[site]) ** 2
+        if within <= 2 * ratio**2 * totals.l2_norm[site] ** 2:  # this spares most the rest
+            varies = float(np.sqrt(within / (totals.var[site] * (totals.count[site] - 1))))
+    text = (
+        "all rows get one answer: {tensor} varies from row to row by {value} of {what}, in each measured step since "
+        "step {since}. Look for a mean over the batch dimension, for inputs that are far too small, for dead layers, "
+        "and for a loss that is least where everything is one point."
+    )
+    return Ill(varies < limit, text, varies, limit, steps=consecutive_steps, site=site, words={"what": of_what})
 
 
 @rule(of="grad_output", depth=4)
@@ -84,9 +71,9 @@ def posterior_collapse(
     False-positive guards: outputs of fewer than 4 channels, or that have several gradients in a step, are not judged.
     """
     ids, gradients = step.alike(_outputs_and_gradients)
-    rms, known, streak = step.totals.rms, memory.of_sites("ratios", np.nan), memory.streak()
+    rms, known = step.totals.rms, memory.of_sites("ratios", np.nan)
     is_small = rms[ids] < size
-    if not np.count_nonzero(is_small) and not streak.goes_on:
+    if not np.count_nonzero(is_small) and not memory.streak().goes_on:
         return []
     ratios = rms[gradients] / rms[ids]
     likely = is_small & (abs(ratios / known[ids] - 1) < equal) & (ratios > 0)
@@ -99,17 +86,13 @@ def posterior_collapse(
             of_channels = np.sqrt(_squares(of_gradient) / _squares(of_output))
             if len(of_channels) >= 4:
                 ill[output] = bool(of_channels.max() * (1 - equal) < of_channels.min() * (1 + equal))
-
-    def say(site: int, since: int) -> str:
-        return (
-            f"the gradient of {tensor_of(step.sites[site])} is this output times one number, in all channels and in "
-            f"each measured step since step {since}, and its rms has come to {number(float(rms[site]))}: only a "
-            "penalty on its size reaches it, and it says nothing of what came in. Of a variational autoencoder the "
-            "posterior has collapsed: lower the weight of the KL term, let it grow from 0, or leave each dimension "
-            "some free bits."
-        )
-
-    return Ill(ill, say, rms, size, judged=judged, steps=consecutive_steps)
+    text = (
+        "the gradient of {tensor} is this output times one number, in all channels and in each measured step since "
+        "step {since}, and its rms has come to {value}: only a penalty on its size reaches it, and it says nothing of "
+        "what came in. Of a variational autoencoder the posterior has collapsed: lower the weight of the KL term, let "
+        "it grow from 0, or leave each dimension some free bits."
+    )
+    return Ill(ill, text, rms, size, judged=judged, steps=consecutive_steps)
 
 
 def _squares(state: Array) -> Array:
@@ -144,27 +127,24 @@ def equal_channels(step: Step, memory: Memory, consecutive_steps: int = 5, width
     judged = step.valued("output") & ~known
     if not np.count_nonzero(judged):
         return None
-    weighted = step.once(_has_weights)
-    equal = np.zeros(len(step.sites), bool)
+    equal, weights = np.zeros(len(step.sites), bool), {name for name, _ in step.sites if name.endswith("weight")}
     for site in step.in_order(judged):
-        channels = step.channels(site)
-        if channels is None or not weighted[site] or len(channels.count) < width or channels.count.min() < 8:
+        channels, weight = step.channels(site), f"{step.sites[site].name}.weight".lstrip(".")
+        if channels is None or weight not in weights or len(channels.count) < width or channels.count.min() < 8:
             known[site] = True
         elif step.totals.std[site] > 0:
             rows = np.array([channels.mean, channels.std, channels.min, channels.max])
             equal[site] = bool((np.ptp(rows, axis=1) <= 1e-6 * np.abs(rows).max(axis=1)).all())
             known[site] = not equal[site]
-
-    def say(sites: list[int], since: int) -> str:
-        more = f", and so of {times(len(sites) - 1, 'other layer')}" if len(sites) > 1 else ""
-        channels = step.channels(sites[0])
-        count = 0 if channels is None else len(channels.count)
-        return (
-            f"all {count} channels of {tensor_of(step.sites[sites[0]])} are the same{more}: the weights began with one "
-            "value, so that all rows get the same gradient and stay equal. Initialise them at random."
-        )
-
-    return Ill(equal, say, 1.0, 1.0, judged=judged, steps=consecutive_steps, together=True)
+    text = (
+        "all {count} channels of {tensor} are the same{more}: the weights began with one value, so that all rows get "
+        "the same gradient and stay equal. Initialise them at random."
+    )
+    words = {
+        "count": lambda sites: str(len(step.channels_or_whole(sites[0]).count)),
+        "more": lambda sites: f", and so of {times(len(sites) - 1, 'other layer')}" if len(sites) > 1 else "",
+    }
+    return Ill(equal, text, 1.0, 1.0, judged=judged, steps=consecutive_steps, together=True, words=words)
 
 
 @rule(of="param_grad", depth=4)
@@ -181,51 +161,30 @@ def silent_rows(step: Step, memory: Memory, share: float = 0.7, consecutive_step
     False-positive guards: embeddings, whose rows are tokens, have no such channels in their outputs; fewer
     than 8 rows are not judged.
     """
-    gradients, outputs = step.alike(_weights_and_outputs)
-    totals, had = step.totals, memory.of_sites("had", False)
-    zeros, count = totals.zeros[gradients], totals.count[gradients]
-    likely = zeros >= share * count
+    outputs, totals, had = (
+        step.partner("param_grad", "grad_output", "weight"),
+        step.totals,
+        memory.of_sites("had", False),
+    )
+    judged = step.valued("param_grad")
+    likely = judged & (outputs >= 0) & (totals.zeros >= share * totals.count)
+    if np.count_nonzero(likely):
+        likely &= (totals.count[outputs] > 0) & (totals.zeros < totals.count)
+    had |= judged & ~likely
     if not np.count_nonzero(likely) and not memory.streak().goes_on:
-        had[gradients] = True
         return []
-    likely &= (totals.count[outputs] > 0) & (zeros < count)
-    had[gradients[~likely]] = True
-    silent, judged = np.zeros(len(step.sites)), step.valued("param_grad")
-    for weight, output in zip(gradients[likely].tolist(), outputs[likely].tolist(), strict=True):
-        rows, channels = step.channels(weight), step.channels(output)
+    silent, counts = np.zeros((2, len(step.sites)))
+    for weight in np.flatnonzero(likely).tolist():
+        rows, channels = step.channels(weight), step.channels(int(outputs[weight]))
         if rows is not None and channels is not None and len(rows.count) == len(channels.count) >= 8:
             silent[weight] = float(((rows.zeros == rows.count) & (channels.zeros == channels.count)).mean())
-
-    def say(site: int, since: int) -> str:
-        rows = step.channels(site)
-        count = 0 if rows is None else len(rows.count)
-        return (
-            f"{number(round(silent[site] * count))} of {count} rows of {tensor_of(step.sites[site])} have been exactly "
-            f"0 in each measured step since step {since}: these neurons or heads do not learn. Look at masks after "
-            "this layer, and at whether it is dead there; nothing is wrong if they were pruned on purpose."
-        )
-
-    def severity(site: int) -> str:
-        return "warning" if had[site] else "note"
-
-    return Ill(silent >= share, say, silent, share, severity, judged, consecutive_steps)
-
-
-def _has_weights(step: Step) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """``[n]``: whether the module of an output has a weight that is watched."""
-    modules = {name.rpartition(".")[0] for name, _ in step.sites if name.rpartition(".")[2] == "weight"}
-    return np.array([site.name in modules for site in step.sites], bool)
-
-
-def _weights_and_outputs(step: Step) -> Counts:
-    """``[2, pairs]``: the ids of gradients of weights that have values, and those of the gradients of their modules'
-    outputs."""
-    ids = {site.name: i for i, site in enumerate(step.sites) if step.is_kind("grad_output")[i]}
-    pairs = [
-        (i, ids[module])
-        for i in np.flatnonzero(step.valued("param_grad")).tolist()
-        if step.sites[i].name.rpartition(".")[2] == "weight"
-        and (module := step.sites[i].name.rpartition(".")[0]) in ids
-    ]
-    result: Counts = np.array(pairs, np.int64).reshape(-1, 2).T
-    return result
+            counts[weight] = len(rows.count)
+    text = (
+        "{silent} of {count} rows of {tensor} have been exactly 0 in each measured step since step {since}: these "
+        "neurons or heads do not learn. Look at masks after this layer, and at whether it is dead there; nothing is "
+        "wrong if they were pruned on purpose."
+    )
+    return Ill(
+        silent >= share, text, silent, share, lambda site: "warning" if had[site] else "note", judged,
+        consecutive_steps, words={"silent": np.rint(silent * counts), "count": counts},
+    )  # fmt: skip

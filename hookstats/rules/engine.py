@@ -3,22 +3,24 @@
 @rule(of="output")
 def massive_activations(step, value=100.0, consecutive_steps=3):
     ill = step.totals.abs_max > value
-    say = lambda site, since: f"{step.sites[site]} reaches {step.totals.abs_max[site]:.3g}"
-    return Ill(ill, say, step.totals.abs_max, value, judged=step.fired("output"), steps=consecutive_steps)
+    judged = step.fired("output")
+    return Ill(ill, "{tensor} reaches {value}", step.totals.abs_max, value, judged=judged, steps=consecutive_steps)
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
+from string import Formatter
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from hookstats.numbers.fields import Array, Counts
 from hookstats.rules.finding import Finding
+from hookstats.rules.formatting import number, percent, tensor_of
 from hookstats.rules.memory import Memory
 from hookstats.rules.step import Mask, Step
 
@@ -27,24 +29,60 @@ _FORWARD = 3
 REGISTERED: list[Rule] = []  # all that `rule` has made, each as it is without arguments
 
 
+class _Words(dict[str, Any]):
+    """What a sentence is filled with: numbers and texts of the place that it speaks of."""
+
+    def __init__(self, step: Step, ill: Ill, told: Any, place: int, since: int) -> None:
+        super().__init__(ill.words, value=ill.value, threshold=ill.threshold, since=str(since))
+        self._step, self._told, self._place = step, told, place
+
+    def __missing__(self, key: str) -> Any:
+        if key == "names":
+            return self._step.names_of(self._told)
+        site = self._step.sites[self._place]
+        return {"tensor": tensor_of(site), "name": site.name, "module": site.name or "the model"}[key]
+
+    def __getitem__(self, key: str) -> Any:
+        found = super().__getitem__(key)
+        return _at(found(self._told) if callable(found) else found, self._place)
+
+
+class _Sentence(Formatter):
+    """Fills in "{tensor} reaches {value}": numbers as `number` writes them, and "{value:%}" in percent."""
+
+    def get_value(self, key: Any, args: Any, words: Any) -> Any:
+        return words[key]
+
+    def format_field(self, value: Any, spec: str) -> str:
+        if isinstance(value, str):
+            return value
+        return percent(float(value)) if spec == "%" else number(float(value))
+
+
+_SENTENCE = _Sentence()
+
+
 @dataclass(slots=True)
 class Ill:
     """The places where a rule sees its problem in a step, and the sentence for them. The engine makes findings of it.
 
-    ``where``: a mask over ids of sites ``[n]``, or a bool for the step as a whole. ``say``: gives the sentence for a
-    site's id and the step since which it is so. ``value``, ``threshold``: of the finding, a number or ``[n]``.
-    ``severity``: the same for all sites, or a function of a site's id.
+    ``where``: a mask over ids of sites ``[n]``, or a bool for the step as a whole. ``say``: the sentence, in which
+    ``{tensor}``, ``{name}``, ``{value}``, ``{threshold}``, ``{since}`` and the ``words`` are filled in; or a function
+    that gives it for a site's id and the step since which it is so. ``words``: numbers, texts, arrays ``[n]``, or
+    functions of a site's id. ``value``, ``threshold``: of the finding, a number or ``[n]``. ``severity``: the same for
+    all sites, or a function of a site's id.
 
     ``judged``: where the problem could have been seen; other sites' streaks wait. None: everywhere. ``steps``: in how
     many verdicts in a row it must be seen; 0: each verdict stands for itself, and ``since`` says when it began (a
     number or ``[n]``; None: in this step). ``key`` tells a rule's several streaks apart.
 
-    ``together``: one finding for all sites, at the first in order of execution; then ``say`` gets the list of their
-    ids. ``site``: of a step as a whole, the id of the site that is named; ``at``: the step that it is of.
+    ``together``: one finding for all sites, at the first in order of execution; then functions get the list of their
+    ids, and ``{names}`` names some. ``site``: of a step as a whole, the id of the site that is named; ``sites``: those
+    that are listed; ``at``: the step that it is of.
     """
 
     where: Mask | bool | np.bool_
-    say: Callable[[Any, int], str]
+    say: str | Callable[[Any, int], str]
     value: Array | Counts | float = 1.0
     threshold: Array | float = 0.0
     severity: str | Callable[[int], str] = "warning"
@@ -55,6 +93,8 @@ class Ill:
     together: bool = False
     site: int | None = None
     at: int | None = None
+    sites: Sequence[int] = ()
+    words: Mapping[str, Any] = field(default_factory=dict)
 
     def findings(self, name: str, step: Step, memory: Memory) -> list[Finding]:
         """Return the findings of the sites where it has lasted for long enough, in order of execution."""
@@ -69,22 +109,27 @@ class Ill:
         if not np.count_nonzero(where):
             return []
         if not isinstance(self.where, np.ndarray):
-            return [self._finding(name, step, self.site, self.site, since, 0)]
+            of_step = int(since[0]) if isinstance(since, np.ndarray) else since
+            told = list(self.sites) if self.sites else self.site
+            return [self._finding(name, step, told, self.site, of_step, self.site or 0, self.sites)]
         sites = step.in_order(where)
         if self.together:
             return [self._finding(name, step, sites, sites[0], since, sites[0], sites)] if sites else []
         return [self._finding(name, step, site, site, since, site) for site in sites]
 
     def _finding(
-        self, name: str, step: Step, told: Any, site: int | None, since: Any, place: int, sites: list[int] | None = None
+        self, name: str, step: Step, told: Any, site: int | None, since: Any, place: int, sites: Sequence[int] = ()
     ) -> Finding:
         """told: what the sentence is made for. place: of its numbers in arrays."""
-        began = step.number if since is None else int(_at(since, place))
+        number_of = step.number if self.at is None else self.at
+        began = number_of if since is None else int(_at(since, place))
         severity = self.severity if isinstance(self.severity, str) else self.severity(place)
-        numbers = float(_at(self.value, place)), float(_at(self.threshold, place))
-        return step.finding(
-            name, site, *numbers, severity, self.say(told, began), self.at, began, () if sites is None else sites
-        )
+        say, numbers = self.say, (float(_at(self.value, place)), float(_at(self.threshold, place)))
+        if isinstance(say, str):
+            sentence = _SENTENCE.vformat(say, (), _Words(step, self, told, place, began))
+        else:
+            sentence = say(told, began)
+        return step.finding(name, site, *numbers, severity, sentence, self.at, began, sites)
 
 
 def _at(values: Any, place: int) -> Any:
@@ -117,7 +162,6 @@ class Rule:
     law: str = ""
     sums: bool = False
     has_memory: bool = False
-    is_function: bool = True  # made by `rule`, so that it keeps nothing but its memory
 
     @property
     def is_ours(self) -> bool:

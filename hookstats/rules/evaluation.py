@@ -29,11 +29,8 @@ def evaluation_mode(step: Step, memory: Memory, consecutive_steps: int = 3) -> I
     if not has_run:
         return None
     trains = not runs and bool((step.totals.abs_max[step.fired("param_grad")] > 0).any())
-
-    def say(_: object, since: int) -> str:
-        return (
-            f"the model has been in evaluation mode since step {since}, and is trained so: dropout is off, and norms "
-            "use the running statistics of then. Call model.train() after a validation, before the next step."
-        )
-
-    return Ill(trains, say, consecutive_steps, consecutive_steps, steps=consecutive_steps)
+    text = (
+        "the model has been in evaluation mode since step {since}, and is trained so: dropout is off, and norms use "
+        "the running statistics of then. Call model.train() after a validation, before the next step."
+    )
+    return Ill(trains, text, consecutive_steps, consecutive_steps, steps=consecutive_steps)

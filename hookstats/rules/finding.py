@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -91,60 +91,53 @@ class Finding:
         """Return the finding that `to_json` wrote; ValueError for anything else."""
         if not isinstance(d, Mapping) or set(d) != set(cls.__dataclass_fields__):
             raise ValueError(f"expected a finding's {', '.join(cls.__dataclass_fields__)}; got {d!r:.200}")
-        for kind, names in _FIELDS_OF.items():
-            for name in names:
-                _check(name, d[name], kind)
-        for each in d["sample_ids"]:
-            _check("sample_ids", each, int)
-        because = d["because"]
-        if because is not None:
-            _check("because", because, list)
-            if len(because) != 3:
-                raise ValueError(f"because of a finding: expected [rule, step, site] or null, got {because!r:.200}")
-            _check("because", because[0], str)
-            _check("because", because[1], int)
-            because = Cause(because[0], because[1], _site_read("because", because[2]))
-        sites = tuple(site for each in d["sites"] if (site := _site_read("sites", each)) is not None)
-        numbers = {name: _read(name, d[name]) for name in ("value", "threshold")}
-        told = {**d, "sites": sites, "sample_ids": tuple(d["sample_ids"]), "because": because, **numbers}
-        return cls(**{**told, "site": _site_read("site", d["site"])})
+        for name, (is_right, what) in _EXPECTED.items():
+            if not is_right(d[name]):
+                raise ValueError(f"{name} of a finding: expected {what}, got {d[name]!r:.200}")
+        because, sites = d["because"], tuple(Site(*site) for site in d["sites"])
+        because = None if because is None else Cause(because[0], because[1], _site_read(because[2]))
+        told = {"because": because, "sites": sites, "sample_ids": tuple(d["sample_ids"]), "site": _site_read(d["site"])}
+        return cls(**{**d, **told, "value": float(d["value"]), "threshold": float(d["threshold"])})
 
 
-_FIELDS_OF: dict[type, tuple[str, ...]] = {
-    str: ("rule", "severity", "sentence"),
-    int: ("step", "rank", "attempt", "since", "site_count"),
-    bool: ("is_news",),
-    list: ("sites", "sample_ids"),
+def _is(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kinds) and isinstance(value, bool) == (bool in kinds)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, str):
+        return value in ("nan", "inf", "-inf")
+    return _is(int, float)(value) and abs(value) < 2**1023  # an int may have hundreds of digits
+
+
+def _is_site(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is(str), value))
+
+
+def _is_cause(value: Any) -> bool:
+    is_list = isinstance(value, list) and len(value) == 3 and _is(str)(value[0]) and _is(int)(value[1])
+    return value is None or (is_list and (value[2] is None or _is_site(value[2])))
+
+
+_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("rule", "severity", "sentence"), (_is(str), "a string")),
+    **dict.fromkeys(("step", "rank", "attempt", "since", "site_count"), (_is(int), "an int")),
+    **dict.fromkeys(("value", "threshold"), (_is_number, "a number")),
+    "is_news": (_is(bool), "true or false"),
+    "site": (lambda value: value is None or _is_site(value), "[name, tensor] or null"),
+    "sites": (lambda value: isinstance(value, list) and all(map(_is_site, value)), "a list of [name, tensor]"),
+    "sample_ids": (lambda value: isinstance(value, list) and all(map(_is(int), value)), "a list of ints"),
+    "because": (_is_cause, "[rule, step, site] or null"),
 }
-_KINDS = {str: "a string", int: "an int", bool: "true or false", list: "a list"}
-
-
-def _check(name: str, value: Any, kind: type) -> None:
-    if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
-        raise ValueError(f"{name} of a finding: expected {_KINDS[kind]}, got {value!r:.200}")
 
 
 def _site_written(site: Site | None) -> list[str] | None:
     return None if site is None else list(site)
 
 
-def _site_read(name: str, value: Any) -> Site | None:
-    if value is None:
-        return None
-    if not (isinstance(value, list) and len(value) == 2 and all(isinstance(part, str) for part in value)):
-        raise ValueError(f"{name} of a finding: expected [name, tensor] or null, got {value!r:.200}")
-    return Site(*value)
+def _site_read(value: Any) -> Site | None:
+    return None if value is None else Site(*value)
 
 
 def _written(number: float) -> float | str:
     return float(number) if math.isfinite(number) else str(float(number))
-
-
-def _read(name: str, value: Any) -> float:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if is_number or (isinstance(value, str) and value in ("nan", "inf", "-inf")):
-        try:
-            return float(value)
-        except OverflowError:  # an int of hundreds of digits
-            pass
-    raise ValueError(f"{name} of a finding: expected a number, got {value!r:.200}")

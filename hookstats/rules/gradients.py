@@ -2,74 +2,45 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
-
 import numpy as np
 
 from hookstats.numbers.fields import Array, Counts
 from hookstats.rules.activations import has_zero_weights
 from hookstats.rules.engine import Ill, rule
-from hookstats.rules.formatting import number, tensor_of, times
+from hookstats.rules.formatting import times
 from hookstats.rules.history import middle
 from hookstats.rules.memory import Memory
 from hookstats.rules.step import Mask, Step
 
+_MARGIN = 4.0  # of what is far from a median that is not exact
 _SHORTEST = 6  # gradients of outputs, before which there is no depth to speak of
 
 
-class _Depth(NamedTuple):
-    """The norms of the gradients of outputs near the input, over those near the loss."""
+def _over_depth(step: Step, memory: Memory, depth: float, steps: int, text: str) -> Ill | None:
+    """Compare the norms of gradients near the input with those near the loss: the problem where they part by `depth`.
 
-    ends: float  # of the last gradient that backward made, over the first
-    thirds: float  # of the median of the last third, over that of the first
-    near: int  # the id of the site nearest to the loss
-    far: int
-
-    @property
-    def ratio(self) -> float:
-        """The one of both that is further from 1."""
-        return max(self.ends, self.thirds, key=lambda each: abs(math.log(each)) if each > 0 else math.inf)
-
-    def exceeds(self, depth: float) -> bool:
-        """The one does, and the other by half as many orders of magnitude."""
-        sign = 1 if depth > 1 else -1
-        both = sorted(sign * math.log10(max(each, 1e-300)) for each in (self.ends, self.thirds))
-        return both[1] > abs(math.log10(depth)) and both[0] > abs(math.log10(depth)) / 2
-
-    def path(self, step: Step) -> str:
-        """Return how it was measured, and from where to where."""
-        how = "from end to end" if self.ratio == self.ends else "by the medians of the first and the last third"
-        near, far = (step.sites[site].name or "the model" for site in (self.near, self.far))
-        return f"{how}, from the output of {near} back to that of {far}"
-
-
-def _over_depth(step: Step, memory: Memory, depth: float, steps: int, say: Callable[[_Depth], str]) -> Iterator[Ill]:
-    """Yield the problem where gradients exceed `depth`; nothing where they surely do not, and did not."""
-    backward, norms = step.ordered("grad_output"), step.totals.l2_norm
-    if len(backward) < _SHORTEST:
-        return
-    ends = norms[backward[-1]] / norms[backward[0]]
-    if not memory.streak("depth").goes_on and (ends < depth**0.5 if depth > 1 else ends > depth**0.5):
-        return
-    over = step.cached(_depth)
-    if over is not None:
-        found, ill = over, over.exceeds(depth)
-        yield Ill(ill, lambda _, since: say(found), over.ratio, depth, steps=steps, key="depth", site=over.far)
-
-
-def _depth(step: Step) -> _Depth | None:
-    """Compare L2 norms: pooling divides a gradient's values by an area, and makes as many more of them, so that their
-    norm stays."""
+    L2 norms are compared: pooling divides a gradient's values by an area, and makes as many more of them, so that their
+    norm stays. text: with {value}, and {path} for how it was measured, and from where to where.
+    """
     backward = step.ordered("grad_output")
-    norms, third = step.totals.l2_norm[backward], len(backward) // 3
-    if _are_side_by_side(step, backward, norms):
+    if len(backward) < _SHORTEST:
         return None
-    ends, thirds = norms[[0, -1]], (middle(norms[:third]), middle(norms[-third:]))
-    if min(ends[0], thirds[0]) <= 0:
+    norms, third, sign = step.totals.l2_norm, len(backward) // 3, 1 if depth > 1 else -1
+    ends, limit = norms[backward[-1]] / norms[backward[0]], abs(np.log10(depth))
+    if not memory.streak("depth").goes_on and sign * np.log10(ends) < limit / 2:
         return None
-    return _Depth(float(ends[1] / ends[0]), float(thirds[1] / thirds[0]), backward[0], backward[-1])
+    first, last = middle(norms[backward[:third]]), middle(norms[backward[-third:]])
+    if min(norms[backward[0]], first) <= 0 or _are_side_by_side(step, backward, norms[backward]):
+        return None
+    ratios = np.maximum([ends, last / first], 1e-300)  # from end to end; of the medians of the thirds
+    orders = sign * np.log10(ratios)
+    further = int(abs(np.log10(ratios)).argmax())
+    how = "by the medians of the first and the last third" if further else "from end to end"
+    near, far = (step.sites[backward[place]].name or "the model" for place in (0, -1))
+    path = f"{how}, from the output of {near} back to that of {far}"
+    # The one does, and the other by half as many orders of magnitude.
+    ill, value = bool(orders.max() > limit and orders.min() > limit / 2), float([ends, last / first][further])
+    return Ill(ill, text, value, depth, steps=steps, key="depth", site=backward[-1], words={"path": path})
 
 
 def _are_side_by_side(step: Step, backward: list[int], norms: Array) -> bool:
@@ -130,35 +101,26 @@ def exploding_gradients(
     measured, ids = step.alike(_measured), step.alike(_measured_ids)
     if not len(ids):
         return None
-
-    def say_over_depth(over: _Depth) -> str:
-        return (
-            f"the gradients grow {number(over.ratio)} times {over.path(step)}. Lower the initial weights, "
-            "normalise, or add residual connections."
-        )
-
-    found = list(_over_depth(step, memory, depth, depth_consecutive_steps, say_over_depth))
+    text = "the gradients grow {value} times {path}. Lower the initial weights, normalise, or add residual connections."
+    over = _over_depth(step, memory, depth, depth_consecutive_steps, text)
     rms, usual = step.totals.rms, memory.window("rms", window, min_history)
-    grown, ratios = measured & (rms > past * usual.bounds(len(rms))[0]), np.zeros(len(rms))
-    if np.count_nonzero(grown):  # by the least that the medians can be
-        median = usual.median(len(rms))
+    grown, ratios = measured & (rms > past / _MARGIN * usual.median(len(rms), is_exact=False)), rms
+    if np.count_nonzero(grown):
+        median, ratios = usual.median(len(rms)), np.zeros(len(rms))
         np.divide(rms, median, out=ratios, where=measured & (median > 0))
         grown = (ratios > past) & (rms > beyond * _largest_of_kind(step, median))
     usual.push(rms, ids)
-    if not np.count_nonzero(grown) and not memory.streak("past").goes_on:
-        return found
-
-    def say(sites: list[int], since: int) -> str:
-        return (
-            f"{tensor_of(step.sites[sites[0]])} has been {number(past)} times its usual size for {consecutive_steps} "
-            f"measured steps, now {number(ratios[sites[0]])} times{_and_others(sites)}. Lower the learning rate, or "
-            "clip gradients."
+    found = [] if over is None else [over]
+    if np.count_nonzero(grown) or memory.streak("past").goes_on:
+        text = (
+            "{tensor} has been {threshold} times its usual size for {steps} measured steps, now {value} times{others}. "
+            "Lower the learning rate, or clip gradients."
         )
-
-    def severity(site: int) -> str:
-        return "critical" if ratios[site] > 100 * past else "warning"
-
-    found.append(Ill(grown, say, ratios, past, severity, measured, consecutive_steps, key="past", together=True))
+        words = {"others": _and_others, "steps": str(consecutive_steps)}
+        found.append(
+            Ill(grown, text, ratios, past, lambda site: "critical" if ratios[site] > 100 * past else "warning",
+                measured, consecutive_steps, key="past", together=True, words=words)
+        )  # fmt: skip
     return found
 
 
@@ -195,54 +157,34 @@ def vanishing_gradients(
     ids = step.alike(_measured_ids)
     if not len(ids):
         return None
-
-    def say_over_depth(over: _Depth) -> str:
+    text = "the gradients fall to {value} {path}: they vanish, and what lies there does not learn. "
+    over = _over_depth(step, memory, depth, consecutive_steps, text)
+    if over is not None and over.where:
         zero = [site for site in step.ordered("output") if has_zero_weights(step, site)]
-        return (
-            f"the gradients fall to {number(over.ratio)} {over.path(step)}: they vanish, and what lies there "
-            "does not learn. "
-        ) + (
+        over.say = text + (
             f"All weights of {step.names_of(zero)} are 0, and let nothing through: initialise those of norms with 1, "
             "others at random."
             if zero
             else "Use ReLU or GELU instead of sigmoid and tanh, normalise, or add residual connections."
         )
-
-    found = list(_over_depth(step, memory, depth, consecutive_steps, say_over_depth))
+    found = [] if over is None else [over]
     rms, usual = step.totals.rms, memory.window("rms", window, min_history)
-    if memory.streak("past").goes_on or _may_have_fallen(step, usual.bounds(len(rms)), ids, past, values):
-        compared = step.alike(_measured) & (step.totals.count >= values * step.calls)
+    each = rms[ids] / usual.median(len(rms), is_exact=False)[ids]
+    if memory.streak("past").goes_on or np.fmin.reduce(each) <= _MARGIN * past * np.fmax.reduce(each):  # seldom
         median = usual.median(len(rms))
-        known = compared & (median > 0)
-        if known.any():
-            ratios = np.divide(rms, median, out=np.full_like(rms, np.nan), where=known)
-            ratios /= middle(ratios[known])
-
-            def say(sites: list[int], since: int) -> str:
-                return (
-                    f"{tensor_of(step.sites[sites[0]])} has fallen to {number(ratios[sites[0]])} of its usual size, "
-                    f"while the others have not{_and_others(sites)}: what it belongs to does not learn any more. Look "
-                    "for dead or saturated units behind it, or a layer that was cut off."
-                )
-
-            fallen, steps = known & (ratios < past), consecutive_steps
-            found.append(Ill(fallen, say, ratios, past, judged=known, steps=steps, key="past", together=True))
+        known = step.alike(_measured) & (step.totals.count >= values * step.calls) & (median > 0)
+        ratios = np.divide(rms, median, out=np.full_like(rms, np.nan), where=known)
+        ratios /= middle(ratios[known])
+        text = (
+            "{tensor} has fallen to {value} of its usual size, while the others have not{others}: what it belongs to "
+            "does not learn any more. Look for dead or saturated units behind it, or a layer that was cut off."
+        )
+        found.append(
+            Ill(known & (ratios < past), text, ratios, past, judged=known, steps=consecutive_steps, key="past",
+                together=True, words={"others": _and_others})
+        )  # fmt: skip
     usual.push(rms, ids)
     return found
-
-
-def _may_have_fallen(step: Step, bounds: Array, ids: Counts, past: float, values: int) -> bool:
-    """Return whether any may be so far below its median, beside the others: from the bounds of the medians."""
-    ids = ids[step.totals.count[ids] >= values * step.calls[ids]]
-    low, high = bounds[0][ids], bounds[1][ids]
-    known = low > 0
-    count = np.count_nonzero(known)
-    if count < len(known):
-        if np.count_nonzero(high > 0) > count:
-            return True
-        ids, low, high = ids[known], low[known], high[known]
-    rms = step.totals.rms[ids]
-    return bool(count) and bool((rms / high).min() <= past * (rms / low).max())
 
 
 def _largest_of_kind(step: Step, median: Array) -> Array:

@@ -14,7 +14,7 @@ from hookstats.numbers.fields import Array, Counts
 from hookstats.rules.step import Mask
 
 _NEAR = 8
-_REFRESH = 16  # values, after which a window's bounds are made anew at the latest
+_REFRESH = 16  # steps, after which a window's medians are taken anew at the latest
 _Values = TypeVar("_Values", bound=NDArray[Any])
 
 
@@ -45,49 +45,29 @@ class Window:
         self._min_history = min_history
         self._values = np.empty((0, length))
         self._pushed = np.empty(0, np.int64)
-        self._bounds = np.empty((2, 0))
-        self._age = 0  # steps since the bounds were made
-        self._lasts = 0  # steps after which they are made anew
+        self._medians = np.empty(0)
+        self._left = 0  # steps until they are taken anew
 
-    def median(self, sites: int) -> Array:
-        """``[sites]``, of what was pushed before; NaN where that is too little. Of an even number, the lower one."""
-        self._grow(sites)
-        result = np.full(len(self._pushed), np.nan)
-        counts = np.minimum(self._pushed, self._length)
-        for count in np.unique(counts[counts >= self._min_history]).tolist():
-            rows, middle = counts == count, (count - 1) // 2
-            result[rows] = np.partition(self._values[rows, :count], middle, axis=1)[:, middle]
-        return result
+    def median(self, sites: int, is_exact: bool = True) -> Array:
+        """``[sites]``, of what was pushed before; NaN where that is too little. Of an even number, the lower one.
 
-    def bounds(self, sites: int) -> Array:
-        """``[2, sites]``: between which each median lies; NaN where there surely is none.
-
-        They cost next to nothing: a window is sorted once in 16 steps, for one value more moves a median by one place
-        at most. So a rule that asks whether something is far from a median seldom has to know it.
+        Where it need not be exact, it is taken anew when an eighth of the values are new, or 16: that is enough to see
+        that nothing is far from it.
         """
-        if self._age >= self._lasts or self._bounds.shape[1] < sites:
+        if is_exact or self._left <= 0 or len(self._medians) < sites:
             self._grow(sites)
             counts = np.minimum(self._pushed, self._length)
-            most = int(counts.max(initial=0))
-            # Until a site has a past nothing can be told; of a short past a median moves far within a few values.
-            self._lasts = min(_REFRESH, self._min_history - most if most < self._min_history else max(most // 4, 1))
-            is_value = np.arange(most) < counts[:, None]
-            rows = np.sort(np.where(is_value, self._values[:, :most], np.inf), axis=1)
-            places, margin = (counts - 1) // 2, self._lasts + 1
-            low, high, each = places - margin, places + margin, np.arange(len(rows))
-            both = np.full((2, len(rows)), ((-np.inf,), (np.inf,)))
-            if most >= self._min_history:
-                has_past = counts >= self._min_history
-                np.copyto(both[0], rows[each, np.maximum(low, 0)], where=has_past & (low >= 0))
-                np.copyto(both[1], rows[each, np.minimum(high, most - 1)], where=has_past & (high < most))
-            both[:, counts <= self._min_history - self._lasts] = np.nan
-            self._bounds, self._age = both, 0
-        return self._bounds
+            self._left = min(_REFRESH, -(-int(counts.max(initial=0)) // 8))
+            self._medians = np.full(len(counts), np.nan)
+            for count in np.unique(counts[counts >= self._min_history]).tolist():
+                rows, middle = counts == count, (count - 1) // 2
+                self._medians[rows] = np.partition(self._values[rows, :count], middle, axis=1)[:, middle]
+        return self._medians
 
     def push(self, values: Array, ids: Counts) -> None:
         """values: ``[sites]``. ids: of those that have one in this step."""
         self._grow(len(values))
-        self._age += 1
+        self._left -= 1
         pushed = self._pushed[ids]
         self._values[ids, pushed % self._length] = values[ids]
         self._pushed[ids] = pushed + 1

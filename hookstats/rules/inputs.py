@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from hookstats.numbers.fields import FIELDS
 from hookstats.rules.activations import has_zero_weights
 from hookstats.rules.engine import Ill, rule
-from hookstats.rules.finding import Finding
-from hookstats.rules.formatting import number, tensor_of
+from hookstats.rules.formatting import number
 from hookstats.rules.memory import Memory
 from hookstats.rules.step import Step
 
@@ -22,10 +19,6 @@ _LAST, _NEAR = 64, 8  # batches that are looked at for others that are equal, an
 
 def _inputs(step: Step) -> list[int]:
     """The floating inputs of the model itself that came in this step."""
-    return step.alike(_inputs_of_model)
-
-
-def _inputs_of_model(step: Step) -> list[int]:
     return step.in_order(step.valued("input") & step.is_of_model)
 
 
@@ -49,7 +42,7 @@ def input_shift(
     moved: float = 0.5,
     window: int = 128,
     min_history: int = 8,
-) -> list[Finding] | None:
+) -> list[Ill] | None:
     """A batch is far from the batches before it (warning): its size, or its largest value.
 
     The rms and the largest |x| of each floating input of the model are judged. A batch is far off if either is
@@ -65,8 +58,8 @@ def input_shift(
     False-positive guards: an input is judged when there are ``min_history`` = 8 batches; heavy tails widen
     their own limit; inputs that are constant, such as masks, are not judged, nor are integers.
     """
-    inputs = _inputs(step)
-    totals, found = step.totals, list[Finding]()
+    inputs = step.alike(_inputs)
+    totals, found = step.totals, list[Ill]()
     for site in inputs:
         if totals.min[site] == totals.max[site] != 0:
             continue
@@ -74,65 +67,54 @@ def input_shift(
         if totals.abs_max[site] == 0:
             zeros.setdefault(site, step.number)
             continue
-        since, course, said = zeros.pop(site, None), memory.course(f"rms {site}", window), False
-        is_data = _is_first(step, site) and not _is_mask(step, site)
-        if since is not None and is_data and len(course) >= min_history:
-            found.append(_were_zeros(step, site, since, course.level))
+        since, course, count = zeros.pop(site, None), memory.course(f"rms {site}", window), len(found)
+        if since is not None and len(course) >= min_history and _is_first(step, site) and not _is_mask(step, site):
+            text = (
+                "the batch of step {since} was all zeros: {tensor} has an rms of {threshold} otherwise. Look at what "
+                "loads the data: a file that could not be read, a buffer that was not filled."
+            )
+            found.append(Ill(True, text, 0.0, course.level, since=since, site=site))
+            count += 1
         for name, size in (("rms", float(totals.rms[site])), ("largest |x|", float(totals.abs_max[site]))):
-            course = memory.course(f"{name} {site}", window)
-            if size > 0 and np.isfinite(size):
-                level, limit = course.level, np.inf
-                shift, is_known = size / level, len(course) >= min_history
-                if is_known and not (1 / factor <= shift <= factor and course.surely_holds(size, tail)):
-                    limit = course.limit(sigmas, tail)
-                    beyond = max(limit / level, factor)
-                    if not said and not 1 / beyond <= shift <= beyond:
-                        said = True
-                        found.append(_shifted(step, site, name, size, level, shift, factor))
-                course.push(size, limit)
-        mean = float(totals.mean[site])
-        course = memory.course(f"mean {site}", window)
+            course, limit = memory.course(f"{name} {site}", window), np.inf
+            if not (size > 0 and np.isfinite(size)):
+                continue
+            level, shift = course.level, size / course.level
+            is_near = 1 / factor <= shift <= factor
+            if len(course) >= min_history and not (is_near and course.surely_holds(size, tail)):
+                limit = course.limit(sigmas, tail)
+                beyond = max(limit / level, factor)
+                if len(found) == count and not 1 / beyond <= shift <= beyond:
+                    text = (
+                        "the batch of step {step} is not like those before it: the {which} of {tensor} is {size}, "
+                        "{times} times its usual {level}, before any layer has run. Look at the samples of this batch, "
+                        "and at what loads and scales them."
+                    )
+                    times = number(shift) if shift > 1 else f"1/{number(1 / shift)}"
+                    words = {"step": str(step.number), "which": name, "size": size, "times": times, "level": level}
+                    found.append(Ill(True, text, shift, factor, site=site, words=words))
+            course.push(size, limit)
+        mean, course = float(totals.mean[site]), memory.course(f"mean {site}", window)
         if np.isfinite(mean) and totals.min[site] < totals.max[site]:
-            away, std = abs(mean - course.level), float(totals.std[site])
-            if not said and len(course) >= min_history and away > moved * std:
+            level, away, std = course.level, abs(mean - course.level), float(totals.std[site])
+            if len(found) == count and len(course) >= min_history and away > moved * std:
                 usual = max(abs(value - level) for value, level in course.past)
                 if away > max(sigmas * course.spread, tail * usual):
-                    found.append(_moved(step, site, mean, course.level, std, moved))
+                    text = (
+                        "the mean of {tensor} is {mean} from step {since} on, and was {level}: that is {value} "
+                        "standard deviations of the data. Look at what scales the data, unless these have changed on "
+                        "purpose."
+                    )
+                    words = {"mean": mean, "level": level}
+                    found.append(Ill(True, text, away / std, moved, "note", site=site, words=words))
             course.push(mean)
     return found if inputs else None
-
-
-def _shifted(step: Step, site: int, name: str, size: float, level: float, shift: float, factor: float) -> Finding:
-    sentence = (
-        f"the batch of step {step.number} is not like those before it: the {name} of {tensor_of(step.sites[site])} "
-        f"is {number(size)}, {number(shift) if shift > 1 else f'1/{number(1 / shift)}'} times its usual "
-        f"{number(level)}, before any layer has run. Look at the samples of this batch, and at what loads and "
-        "scales them."
-    )
-    return step.finding("input-shift", site, shift, factor, "warning", sentence)
-
-
-def _were_zeros(step: Step, site: int, since: int, level: float) -> Finding:
-    sentence = (
-        f"the batch of step {since} was all zeros: {tensor_of(step.sites[site])} has an rms of {number(level)} "
-        "otherwise. Look at what loads the data: a file that could not be read, a buffer that was not filled."
-    )
-    return step.finding("input-shift", site, 0.0, level, "warning", sentence, since=since)
-
-
-def _moved(step: Step, site: int, mean: float, level: float, std: float, moved: float) -> Finding:
-    sentence = (
-        f"the mean of {tensor_of(step.sites[site])} is {number(mean)} from step {step.number} on, and was "
-        f"{number(level)}: that is {number(abs(mean - level) / std)} standard deviations of the data. Look at what "
-        "scales the data, unless these have changed on purpose."
-    )
-    return step.finding("input-shift", site, abs(mean - level) / std, moved, "note", sentence)
 
 
 @rule(of=("input", "output"), depth=0)
 def constant_input(
     step: Step, memory: Memory, consecutive_steps: int = 5, values: int = 8, batches: int = 20
-) -> list[Finding] | None:
+) -> list[Ill] | None:
     """All that the model sees of its input is one value, or one row (warning).
 
     An input of the model that has varied holds one value throughout; or the first output of the model has no variance
@@ -149,7 +131,7 @@ def constant_input(
     output has no variance, either; channels of fewer than ``values`` = 8 values are not judged, nor is a first output
     whose weights are all 0.
     """
-    inputs, outputs = _inputs(step), step.ordered("output")
+    inputs, outputs = step.alike(_inputs), step.ordered("output")
     totals, varied = step.totals, memory.of_sites("varied", False)
     if not inputs and not outputs:
         return None
@@ -158,8 +140,7 @@ def constant_input(
     for site in inputs:
         varied[site] |= varies[site]
         ill[site], judged[site] = varied[site] and not varies[site], True
-    if outputs:
-        site = outputs[0]
+    for site in outputs[:1]:
         if _has_equal_rows(step, site, values):
             is_other = totals.abs_max[site] > 0 and not has_zero_weights(step, site)
             ill[site] = is_other or not varies[inputs].any()
@@ -167,39 +148,47 @@ def constant_input(
     streak = memory.streak()
     lasting = streak.push(step.number, ill, judged, consecutive_steps)
     for site in [each for each in (*inputs, *outputs[:1]) if lasting[each]][:1]:  # the inputs first
-        return [_constant(step, site, int(streak.lengths[site]), int(streak.since[site]))]
-    return list(_repeated(step, memory, [site for site in inputs if _is_first(step, site)], batches))
+        what = "{tensor} holds one value throughout, {largest}"
+        if not step.is_kind("input")[site]:
+            what = "each channel of {tensor}, the first one, has one value for all rows: so all rows that the "
+            what += "model is given are the same"
+        text = what + (
+            ", for {length} measured steps. Nothing can be learned from it: print a batch as the model gets it, and "
+            "look at what loads and prepares it."
+        )
+        words = {"length": str(streak.lengths[site]), "largest": totals.max[site]}
+        return [Ill(True, text, 0.0, 0.0, since=int(streak.since[site]), site=site, words=words)]
+    return _repeated(step, memory, [site for site in inputs if _is_first(step, site)], batches)
 
 
-def _repeated(step: Step, memory: Memory, inputs: list[int], batches: int) -> Iterator[Finding]:
-    """Return the sentence for batches that come again, all of them or some."""
+def _repeated(step: Step, memory: Memory, inputs: list[int], batches: int) -> list[Ill]:
+    """Return what is said of batches that come again, all of them or some."""
     if not inputs:
-        return
-    totals, last = step.totals, memory.last("batches", _NEAR)
+        return []
+    totals, last, again = step.totals, memory.last("batches", _NEAR), memory.last("again", _LAST)
     now = [float(getattr(totals, name)[site]) for site in inputs for name in _MOMENTS]
     varies = any(totals.min[site] < totals.max[site] and not _is_mask(step, site) for site in inputs)
     same = memory.get("same", 0) + 1 if varies and last and now == last[-1] else 0
     if same == 1:
         memory["since"] = memory["before"]
-    again = memory.last("again", _LAST)
-    is_again = varies and now in last
-    again.append(is_again)
+    again.append(varies and now in last)
     memory["same"], memory["before"] = same, step.number
     last.append(now)
-    if same == batches:
-        sentence = (
-            f"{tensor_of(step.sites[inputs[0]])} has been the same batch, to the bit, since step {memory['since']}. "
-            "That is right where every step trains on all the data, or on one batch to test the model; else look at "
-            "the sampler, and at workers whose random generators begin alike."
-        )
-        yield step.finding("constant-input", inputs[0], same, batches, "note", sentence, since=memory["since"])
-    elif len(again) == _LAST and is_again and sum(again) >= _LAST / 3 and again.count(False) > _NEAR:
-        sentence = (
-            f"of the last {_LAST} measured batches, {sum(again)} are what one of the {_NEAR} before them was, to the "
-            f"bit: {tensor_of(step.sites[inputs[0]])} comes several times. That is right where a batch is used more "
-            "than once; else look at workers whose random generators begin alike, or that all read the same files."
-        )
-        yield step.finding("constant-input", inputs[0], sum(again), _LAST / 3, "note", sentence)
+    of_all = (
+        "{tensor} has been the same batch, to the bit, since step {since}. That is right where every step trains on "
+        "all the data, or on one batch to test the model; else look at the sampler, and at workers whose random "
+        "generators begin alike."
+    )
+    of_some = (
+        f"of the last {_LAST} measured batches, {{value}} are what one of the {_NEAR} before them was, to the bit: "
+        "{tensor} comes several times. That is right where a batch is used more than once; else look at workers whose "
+        "random generators begin alike, or that all read the same files."
+    )
+    are_some = again[-1] and len(again) == _LAST and sum(again) >= _LAST / 3 and again.count(False) > _NEAR
+    return [
+        Ill(same == batches, of_all, same, batches, "note", since=memory.get("since"), site=inputs[0]),
+        Ill(are_some and same != batches, of_some, sum(again), _LAST / 3, "note", site=inputs[0]),
+    ]
 
 
 def _has_equal_rows(step: Step, site: int, values: int) -> bool:
@@ -215,22 +204,6 @@ def _has_equal_rows(step: Step, site: int, values: int) -> bool:
     return bool((channels.max - channels.min <= 1e-5 * channels.abs_max).all())
 
 
-def _constant(step: Step, site: int, length: int, since: int) -> Finding:
-    where = step.sites[site]
-    if step.is_kind("input")[site]:
-        what = f"{tensor_of(where)} holds one value throughout, {number(float(step.totals.max[site]))}"
-    else:
-        what = (
-            f"each channel of {tensor_of(where)}, the first one, has one value for all rows: so all rows that the "
-            "model is given are the same"
-        )
-    sentence = (
-        f"{what}, for {length} measured steps. Nothing can be learned from it: print a batch as the model gets it, "
-        "and look at what loads and prepares it."
-    )
-    return step.finding("constant-input", site, 0.0, 0.0, "warning", sentence, since=since)
-
-
 @rule(of="input", depth=0, is_cause=False)
 def unscaled_input(
     step: Step,
@@ -239,7 +212,7 @@ def unscaled_input(
     small: float = 0.005,
     ratio: float = 1000.0,
     consecutive_steps: int = 5,
-) -> Ill | None:
+) -> Ill | list[Ill] | None:
     """An input of the model that was never scaled (a note): values far from the size that initial weights expect.
 
     The rms is beyond ``size`` = 20 (pixels from 0 to 255 have 100 and more) or below ``small`` = 0.005 (pixels that
@@ -251,43 +224,30 @@ def unscaled_input(
     and divide by its standard deviation.
 
     False-positive guards: masks that are added (0, and a large negative number) are no data, and inputs of
-    which more than half is 0 may be small.
+    which more than half is 0 may be small, if their largest value is not below ``small``, too.
     """
-    inputs = _inputs(step)
+    inputs = step.alike(_inputs)
     if not inputs:
         return None
-    seen, ill = memory.of_sites("seen", 0), np.zeros(len(step.sites), bool)
-    totals, sizes = step.totals, dict[int, tuple[float, bool]]()
+    seen, totals, found = memory.of_sites("seen", 0), step.totals, list[Ill]()
     for site in inputs:
         seen[site] += 1
         if seen[site] > consecutive_steps:
             continue
         rms, largest = float(totals.rms[site]), _largest_channel(step, site)
-        is_small = 0 < rms < small and totals.zeros[site] <= 0.5 * totals.count[site]
-        sizes[site] = largest, is_small
+        is_small = 0 < rms < small and (totals.zeros[site] <= 0.5 * totals.count[site] or totals.abs_max[site] < small)
         if _is_mask(step, site) or not (rms > size or is_small or largest > ratio):
             seen[site] = consecutive_steps  # once is enough to say that it is scaled
-        else:
-            ill[site] = seen[site] == consecutive_steps
-    if not ill.any():
-        return Ill(ill, lambda _, since: "")
-    value, threshold = np.where(totals.rms > size, totals.rms, 0.0), np.full(len(ill), size)
-    for site, (largest, is_small) in sizes.items():
-        if not totals.rms[site] > size:
-            value[site], threshold[site] = (totals.rms[site], small) if is_small else (largest, ratio)
-
-    def say(site: int, since: int) -> str:
-        largest, is_small = sizes[site]
-        rms = float(totals.rms[site])
-        what = f"an rms of {number(rms)}" if rms > size or is_small else f"a channel {number(largest)} times the others"
-        how = "scaled twice, or not at all" if is_small else "not scaled"
-        return (
-            f"{tensor_of(step.sites[site])} has {what}: it was {how}. "
-            "Initial weights expect values near 1; subtract the mean of each feature and divide by its deviation, "
-            "unless a norm of the model does that."
-        )
-
-    return Ill(ill, say, value, threshold, "note")
+        elif seen[site] == consecutive_steps:
+            numbers = (rms, size) if rms > size else (rms, small) if is_small else (largest, ratio)
+            what = "an rms of {value}" if rms > size or is_small else "a channel {value} times the others"
+            text = (
+                f"{{tensor}} has {what}: it was {'scaled twice, or not at all' if is_small else 'not scaled'}. "
+                "Initial weights expect values near 1; subtract the mean of each feature and divide by its deviation, "
+                "unless a norm of the model does that."
+            )
+            found.append(Ill(True, text, *numbers, "note", site=site))
+    return found
 
 
 def _largest_channel(step: Step, site: int) -> float:

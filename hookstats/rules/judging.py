@@ -213,26 +213,23 @@ class Judge:
             "story": self._plot.state(),
         }
 
-    def restore(self, state: Mapping[str, Any]) -> bool:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on where a judge was when `state` was taken; before the first step. ValueError for anything else.
 
-        False: some rules were not there, had other thresholds, or keep things by themselves: they begin with nothing.
+        Rules that were not there, or had other thresholds, begin with nothing.
         """
         try:
             self._sites.ids([Site(*site) for site in state["sites"]])
             self._failed = list(state["failed"])
             self._rulings = [each for each in self._rulings if each.rule.name not in self._failed]
             known = {(each["name"], str(each["arguments"])): each for each in state["rules"]}
-            is_whole = True
             for ruling in self._rulings:
                 own = known.get((ruling.rule.name, str(to_state(dict(ruling.rule.arguments)))))
-                is_whole &= own is not None and ruling.rule.is_function
                 if own is not None:
                     ruling.restore(own)
             self._plot.restore(state["story"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"expected what `Judge.state` gave, got {state!r:.200}: {error!r}") from error
-        return is_whole
 
 
 def judge(
@@ -252,4 +249,4 @@ def _as_rule(rule: str | Rule | Function) -> Rule:
     if isinstance(rule, type) or not callable(rule):
         raise TypeError(f'rules: expected rules, functions or "module:function"; got {rule!r}')
     name = getattr(rule, "__qualname__", type(rule).__qualname__)
-    return Rule(name, rule, per_site=getattr(rule, "per_site", True), is_function=False)
+    return Rule(name, rule, per_site=getattr(rule, "per_site", True))

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from hookstats.numbers.fields import Array, Counts
-from hookstats.rules.arriving import SPARSE, sums_of_outputs
 from hookstats.rules.engine import Ill, rule
-from hookstats.rules.finding import Finding
-from hookstats.rules.formatting import percent
 from hookstats.rules.history import middle
 from hookstats.rules.memory import Memory
 from hookstats.rules.step import Mask, Step, fired_ids
 
+SPARSE = 0.5  # share of a gradient that is 0, from which on it is one of rows that were not in the batch
 _LEAST = 3  # measured steps, by which anything is said to last
 _ACCUMULATED = 100  # steps, in which gradients may be accumulated
 _TINY = 1e-4  # of the usual size of a gradient
@@ -23,11 +19,9 @@ _ROUNDED = {"bfloat16": 8, "float16": 11}  # bits of the mantissa, with the one 
 
 
 def _note_losses(step: Step, memory: Memory) -> None:
-    firsts, last = memory.setdefault("losses", []), memory.last("last losses", 10)
-    for loss in step.given("loss").values():
-        if len(firsts) < 5:
-            firsts.append(loss)
-        last.append(loss)
+    firsts, losses = memory.setdefault("losses", []), step.given("loss").values()
+    firsts += list(losses)[: 5 - len(firsts)]
+    memory.last("last losses", 10).extend(losses)
 
 
 def _came_down(memory: Memory) -> bool | None:
@@ -38,32 +32,8 @@ def _came_down(memory: Memory) -> bool | None:
     return bool(now < first - 0.02 * abs(first))
 
 
-def _stays(step: Step, memory: Memory, measured: Mask) -> Mask:
-    """``[n]``: of each update that was measured, whether its parameter has not changed, nor between measured steps.
-
-    memory: "since" is the step from which on it has stayed, "stayed" in how many measured ones.
-    """
-    weights, counts, since = step.weights_of_updates, memory.of_sites("stayed", 0), memory.of_sites("since", 0)
-    before = memory.of_sites("sizes", np.nan)
-    still: Mask = measured & (step.totals.zeros == step.totals.count)
-    if not memory.get("any stay", False) and not np.count_nonzero(still):
-        ids = step.alike(_updates_with_weights)
-        sizes = step.totals.l2_norm[weights[ids]]
-        before[ids] = np.where(np.isfinite(sizes), sizes, before[ids]) if step.has_nonfinite else sizes
-        return still
-    values = np.where(measured & (weights >= 0), step.totals.l2_norm[weights], np.nan)
-    is_other = (counts > 0) & np.isfinite(values) & np.isfinite(before) & (values != before)
-    memory["sizes"] = np.where(np.isfinite(values), values, before)
-    begins = still & ((counts == 0) | is_other)
-    since[begins] = step.number
-    memory["stayed"] = np.where(begins, 1, np.where(still, counts + 1, np.where(measured, 0, counts)))
-    memory["any stay"] = bool(memory["stayed"].any())
-    result: Mask = still & ~is_other
-    return result
-
-
 @rule(depth=2)
-def unchanged_parameters(step: Step, memory: Memory, steps: int = 20, all_steps: int = 30) -> list[Finding] | None:
+def unchanged_parameters(step: Step, memory: Memory, steps: int = 20, all_steps: int = 30) -> list[Ill] | None:
     """Parameters that no step changes, although gradients arrive: warning; critical where none of the model changes.
 
     For ``steps`` = 20 steps, in which other parameters changed, or ``all_steps`` = 30 in which none did, of which at
@@ -83,39 +53,63 @@ def unchanged_parameters(step: Step, memory: Memory, steps: int = 20, all_steps:
     was looking for. Warmup from 0 and turns of several optimizers end before; while gradients grow from step to step,
     as they do when they are accumulated, it waits for 100 steps.
     """
-    measured = step.alike(measured_updates)
+    measured, totals = step.alike(measured_updates), step.totals
     if not np.count_nonzero(measured):
         return None
-    found = list(_all_zero(step, memory, measured, all_steps))
-    still, changed = _stays(step, memory, measured), memory.of_sites("changed", False)
-    stands = bool(np.count_nonzero(still))
-    is_new = _is_computed_anew(step, memory, stands)
+    found = [] if memory.get("has gradients") else _all_zero(step, memory, measured, all_steps)
+    changed, streak, sizes = memory.of_sites("changed", False), memory.streak(), memory.get("sizes")
+    still = measured & (totals.zeros == totals.count)
+    memory["sizes"], stands = totals.l2_norm, bool(np.count_nonzero(still))
+    if streak.goes_on and sizes is not None and sizes.shape == totals.l2_norm.shape:
+        # What has moved between measured steps does not stand still.
+        weights, stood = step.weights_of_updates, streak.lengths > 0
+        still &= ~(stood & (weights >= 0) & (abs(totals.l2_norm - sizes) > 0)[weights])
     moves = measured & ~still if stands else measured
     changed |= moves
+    lasts = streak.push(step.number, still, measured, _LEAST)
+    is_new = _is_computed_anew(step, memory, stands)
     norm = step.grad_norm or 0.0
     memory["norm"] = max(memory.get("norm", 0.0), norm if np.isfinite(norm) else 0.0)
+    norms = memory.setdefault("norms", [])
     if np.count_nonzero(moves):
-        memory["all since"], memory["norms"] = None, []
-        if found or not stands:
+        norms.clear()
+        lasts &= step.number - streak.since + 1 >= steps
+        if found or not stands or not lasts.any():
             return found
-        lasts = still & (memory["stayed"] >= _LEAST) & (step.number - memory["since"] + 1 >= steps)
-        if lasts.any():
-            held_back = lasts & is_new & step.cached(_gets_gradient) & ~_is_rounded_away(step, still)
-            held_back &= ~_is_tiny(step, moves)
-            found = list(_of_some(step, step.in_order(held_back), changed, memory["since"]))
-        return found
-    if memory.get("all since") is None:
-        memory["all since"], memory["norms"] = step.number, []
-    norms, since = memory["norms"], memory["all since"]
+        gradients = step.gradients_of_updates
+        sizes = np.where(gradients >= 0, totals.rms[gradients], np.nan)
+        usual = sizes[moves & (sizes > 0)]
+        lasts &= is_new & _gets_gradient(step) & ~_is_rounded(step)
+        lasts &= ~(sizes < _TINY * (np.median(usual) if usual.size else 0.0))
+        never = (
+            "{names} never changed, although gradients arrive and other parameters learn. No optimizer has what is "
+            "named, or the learning rate of its group is 0: compare the optimizer's param_groups with "
+            "model.named_parameters()."
+        )
+        stopped = (
+            "{names} has not changed since step {since}, although gradients arrive and other parameters learn. Look at "
+            "the learning rate of the group, and at whether the optimizer was made anew without it; freeze with "
+            "requires_grad=False, if it is meant."
+        )
+        each = [(lasts & ~changed, never), (lasts & changed, stopped)]
+        return [Ill(where, text, 1.0, 1.0, since=streak.since, together=True) for where, text in each]
+    if not norms:
+        memory["all since"] = step.number
     norms.append(norm)
     third = -(-len(norms) // 3)
     grows = middle(np.array(norms[-third:])) > 1.5 * middle(np.array(norms[:third]))  # as it does when accumulated
-    if len(norms) < _LEAST or step.number - since + 1 < (_ACCUMULATED if grows else all_steps):
+    if len(norms) < _LEAST or step.number - memory["all since"] + 1 < (_ACCUMULATED if grows else all_steps):
         return found
-    ill = step.in_order(step.cached(_gets_gradient) & ~_is_rounded_away(step, still))
-    if ill and not (changed[ill].any() and norm < _FOUND * memory["norm"]):
-        found.append(_of_all(step, ill, bool(changed[ill].any()), since))
-    return found
+    ill = step.in_order(_gets_gradient(step) & ~(still & _is_rounded(step)))
+    has_changed = bool(changed[ill].any())
+    text = "no parameter of the model has ever changed, although gradients arrive. Either the learning rate is 0, or "
+    text += "step() is not called, or the optimizer holds the parameters of another model: make it of this one's, "
+    text += "after it is moved or wrapped."
+    if has_changed:
+        text = "no parameter has changed since step {since}, although gradients arrive. Look at the schedule: its "
+        text += "learning rate may have become 0; and at whether step() is called."
+    is_ill = bool(ill) and not (has_changed and norm < _FOUND * memory["norm"])
+    return [*found, Ill(is_ill, text, 1.0, 1.0, "critical", since=memory["all since"], sites=ill)]
 
 
 def _is_computed_anew(step: Step, memory: Memory, is_asked: bool) -> Mask:
@@ -127,92 +121,56 @@ def _is_computed_anew(step: Step, memory: Memory, is_asked: bool) -> Mask:
     return np.asarray(is_new)
 
 
-def _is_tiny(step: Step, changed: Mask) -> Mask:
-    """``[n]``: of each update, whether its gradient is so small beside others' that a change may be lost."""
-    gradients = step.gradients_of_updates
-    sizes = np.where(gradients >= 0, step.totals.rms[gradients], np.nan)
-    usual = sizes[changed & (sizes > 0)]
-    return np.asarray(sizes < _TINY * (np.median(usual) if usual.size else 0.0))
-
-
-def _all_zero(step: Step, memory: Memory, measured: Mask, steps: int) -> Iterator[Finding]:
-    """Yield what is said where every gradient of a parameter has been 0 since the run began."""
-    if memory.get("has gradients"):
-        return
+def _all_zero(step: Step, memory: Memory, measured: Mask, steps: int) -> list[Ill]:
+    """Return what is said where every gradient of a parameter has been 0 since the run began."""
     through = step.fired("grad_output")
-    memory["has gradients"] = bool(step.grad_norm)
-    if memory["has gradients"] or not through.any():
-        return
     changes = bool((step.totals.abs_max[measured] > 0).any())
-    if changes and step.grad_norm is None:  # gradients that are not measured, such as sparse ones
-        memory["has gradients"] = True
-        return
-    zero_since, count = memory.setdefault("zero since", step.number), memory.get("zeros", 0) + 1
+    # None: gradients that are not measured, such as sparse ones.
+    memory["has gradients"] = bool(step.grad_norm) or (changes and through.any() and step.grad_norm is None)
+    if memory["has gradients"] or not through.any():
+        return []
+    since, count = memory.setdefault("zero since", step.number), memory.get("zeros", 0) + 1
     memory["zeros"] = count
-    if count < _LEAST or step.number - zero_since + 1 < steps:
-        return
-    what = "only weight decay changes the parameters" if changes else "no parameter of the model changes"
-    gradients, outputs, _ = step.once(sums_of_outputs)
-    if (step.sums[outputs] != 0)[step.totals.count[gradients] > 0].any():  # of which those of biases are the sums
-        sentence = (
-            f"{what}: gradients go through the outputs, and no parameter has one when the optimizer steps. Call "
-            "zero_grad() before backward(), not between backward() and step()."
+    if count < _LEAST or step.number - since + 1 < steps:
+        return []
+    text = "only weight decay changes the parameters: " if changes else "no parameter of the model changes: "
+    outputs = step.alike(_outputs_of_biases)
+    if np.count_nonzero(step.sums[outputs]):
+        text += (
+            "gradients go through the outputs, and no parameter has one when the optimizer steps. Call zero_grad() "
+            "before backward(), not between backward() and step()."
         )
     elif step.totals.abs_max[through].any():
-        sentence = (
-            f"{what}: gradients of the outputs arrive, and those of all parameters are 0. Look for units that are "
-            "dead, weights that are 0, and gradients that are too small for float16 (use a GradScaler)."
+        text += (
+            "gradients of the outputs arrive, and those of all parameters are 0. Look for units that are dead, weights "
+            "that are 0, and gradients that are too small for float16 (use a GradScaler)."
         )
     else:
-        sentence = (
-            f"{what}: gradients of the outputs arrive, and all of them are 0. The loss does not depend on the outputs: "
-            "look whether it ignores every label (ignore_index, an empty mask), or is multiplied by 0."
+        text += (
+            "gradients of the outputs arrive, and all of them are 0. The loss does not depend on the outputs: look "
+            "whether it ignores every label (ignore_index, an empty mask), or is multiplied by 0."
         )
-    sites = step.in_order(measured)
-    yield step.finding("unchanged-parameters", None, 1.0, 1.0, "critical", sentence, since=zero_since, sites=sites)
+    return [Ill(True, text, 1.0, 1.0, "critical", since=since, sites=step.in_order(measured))]
 
 
-def _of_all(step: Step, ill: list[int], has_changed: bool, since: int) -> Finding:
-    if has_changed:
-        what = f"no parameter has changed since step {since}"
-        advice = "Look at the schedule: its learning rate may have become 0; and at whether step() is called."
-    else:
-        what = "no parameter of the model has ever changed"
-        advice = (
-            "Either the learning rate is 0, or step() is not called, or the optimizer holds the parameters of another "
-            "model: make it of this one's, after it is moved or wrapped."
-        )
-    sentence = f"{what}, although gradients arrive. {advice}"
-    return step.finding("unchanged-parameters", None, 1.0, 1.0, "critical", sentence, since=since, sites=ill)
+def _outputs_of_biases(step: Step) -> Counts:
+    """The ids of gradients of outputs that add up to gradients of biases that came, or of weights without one."""
+    outputs = step.partner("param_grad", "grad_output", "*")
+    return outputs[step.once(are_sums_of_outputs) & (step.totals.count > 0)]
 
 
-def _of_some(step: Step, ill: list[int], changed: Mask, since: Array) -> Iterator[Finding]:
-    stopped = [site for site in ill if changed[site]]
-    never = [site for site in ill if not changed[site]]
-    if never:
-        sentence = (
-            f"{step.names_of(never)} never {'changes' if len(never) == 1 else 'change'}, although gradients arrive and "
-            f"other parameters learn. No optimizer has {'it' if len(never) == 1 else 'them'}, or the learning rate of "
-            "the group is 0: compare the optimizer's param_groups with model.named_parameters()."
-        )
-        yield _said_of(step, never, sentence, since)
-    if stopped:
-        sentence = (
-            f"{step.names_of(stopped)} {'has' if len(stopped) == 1 else 'have'} not changed since step "
-            f"{int(since[stopped[0]])}, although gradients arrive and other parameters learn. Look at the learning "
-            "rate of the group, and at whether the optimizer was made anew without them; freeze with "
-            "requires_grad=False, if it is meant."
-        )
-        yield _said_of(step, stopped, sentence, since)
-
-
-def _said_of(step: Step, sites: list[int], sentence: str, since: Array) -> Finding:
-    began = int(since[sites[0]])
-    return step.finding("unchanged-parameters", sites[0], 1.0, 1.0, "warning", sentence, since=began, sites=sites)
+def are_sums_of_outputs(step: Step) -> Mask:
+    """``[n]``: gradients of biases, and of weights without one, which may be embeddings: what they add up to is the sum
+    of the gradient of their module's output."""
+    biases = step.partner("param_grad", "param_grad", "weight", "bias")
+    of_module = step.partner("param_grad", "grad_output", "*") >= 0
+    keys = [name.rpartition(".")[2] for name, _ in step.sites]
+    is_alone = np.array([key == "weight" for key in keys], bool) & (biases < 0)
+    return of_module & (np.array([key == "bias" for key in keys], bool) | is_alone)
 
 
 @rule(per_site=False, depth=2)
-def lost_updates(step: Step, memory: Memory, share: float = 0.8, steps: int = 20) -> list[Finding] | None:
+def lost_updates(step: Step, memory: Memory, share: float = 0.8, steps: int = 20) -> Ill | list[Ill] | None:
     """Updates that are lost to rounding: parameters of a low precision stay as they are (a note, or a warning).
 
     A parameter whose values are all of bfloat16 or float16 keeps a change only if it is half a unit in the last place:
@@ -228,37 +186,35 @@ def lost_updates(step: Step, memory: Memory, share: float = 0.8, steps: int = 20
     False-positive guards: gradients that are mostly 0 (rows of an embedding) are not judged.
     """
     _note_losses(step, memory)
-    totals = step.totals
-    judged, streak, count, zeros = step.alike(measured_updates), memory.streak(), 0.0, 0.0
+    totals, streak = step.totals, memory.streak()
+    judged, count, zeros = step.alike(measured_updates), 0.0, 0.0
     may_be = np.count_nonzero(judged & (totals.zeros > share * totals.count)) > 0
     if not may_be and not streak.goes_on:
         return None
-    if not np.count_nonzero(judged := judged & step.cached(_gets_gradient)):
+    if not np.count_nonzero(judged := judged & _gets_gradient(step)):
         return None
     if may_be:
-        judged = judged & step.cached(_is_rounded)
+        judged = judged & _is_rounded(step)
         count, zeros = float(totals.count[judged].sum()), float(totals.zeros[judged].sum())
     lasts = streak.push(step.number, np.array([bool(count and zeros > share * count)]), steps=5)[0]
     since = int(streak.since[0])
     if not lasts or step.number - since + 1 < steps:
         return []
-    most = sorted(
-        step.in_order(judged & (totals.zeros > 0)), key=lambda site: -float(totals.zeros[site] / totals.count[site])
-    )
+    most = step.in_order(judged & (totals.zeros > 0))
+    most.sort(key=lambda site: -float(totals.zeros[site] / totals.count[site]))
     dtype, came_down = _dtype_of(step, most[0]), _came_down(memory)
-    sentence = (
-        f"{percent(zeros / count)} of the sampled elements of the parameters stay as they are in each step: in {dtype} "
-        f"a change below 1/{2 ** (_ROUNDED[dtype] + 1)} of a value is lost to rounding. "
+    text = (
+        f"{{value:%}} of the sampled elements of the parameters stay as they are in each step: in {dtype} a change "
+        f"below 1/{2 ** (_ROUNDED[dtype] + 1)} of a value is lost to rounding. "
     )
     if came_down:
-        sentence += "The loss comes down, so the optimizer may keep float32 copies; then nothing is wrong."
+        text += "The loss comes down, so the optimizer may keep float32 copies; then nothing is wrong."
     else:
-        sentence += (
-            f"{'The loss does not come down. ' if came_down is False else ''}Keep the parameters in float32 and use "
-            "autocast, or take an optimizer with float32 copies or stochastic rounding."
-        )
+        text += "The loss does not come down. " if came_down is False else ""
+        text += "Keep the parameters in float32 and use autocast, or take an optimizer with float32 copies or "
+        text += "stochastic rounding."
     severity = "warning" if came_down is False else "note"
-    return [step.finding("lost-updates", most[0], zeros / count, share, severity, sentence, since=since, sites=most)]
+    return Ill(True, text, zeros / count, share, severity, since=since, site=most[0], sites=most)
 
 
 @rule(per_site=False, depth=2)
@@ -287,39 +243,28 @@ def shrinking_weights(
     sizes, before = np.where(measured, totals.abs_mean[weights], np.nan), memory.of_sites("sizes", np.nan)
     passed = step.number - memory.get("at", -1)
     memory["sizes"], memory["at"] = sizes, step.number
-    path = totals.abs_mean * passed
+    path, streak = totals.abs_mean * passed, memory.streak()
     lost = (before - sizes) / path
     ill = (lost > part) & (path > rate * passed * sizes)
-    streak = memory.streak()
     if not np.count_nonzero(ill) and not streak.goes_on:
         return []
-    ill &= measured
-    going = streak.push(step.number, ill, measured & np.isfinite(lost), 5)
-    going &= step.number - streak.since + 1 >= steps
-    if 2 * going.sum() <= measured.sum():
+    going = streak.push(step.number, ill & measured, measured & np.isfinite(lost), 5)
+    going = going & (step.number - streak.since + 1 >= steps)
+    if 2 * np.count_nonzero(going) <= np.count_nonzero(measured):
         return []
-    first = step.in_order(going)[0]
-    fastest, came_down = float(totals.abs_mean[first] / sizes[first]), _came_down(memory)
-
-    def say(sites: list[int], since: int) -> str:
-        return (
-            f"{step.names_of(sites)} {'becomes' if len(sites) == 1 else 'become'} smaller by {percent(fastest)} in "
-            f"each step, and nearly nothing else changes them: weight decay is stronger than the gradient"
-            f"{', and the loss does not come down' if came_down is False else ''}. Lower weight_decay; AdamW "
-            "multiplies it by the learning rate, Adam and SGD add it to the gradient."
-        )
-
+    came_down = _came_down(memory)
+    text = (
+        "{names}: smaller by {value:%} in each step, and nearly nothing else changes them: weight decay is stronger "
+        f"than the gradient{', and the loss does not come down' if came_down is False else ''}. Lower weight_decay; "
+        "AdamW multiplies it by the learning rate, Adam and SGD add it to the gradient."
+    )
     severity = "warning" if came_down is False else "note"
-    return Ill(going, say, fastest, rate, severity, since=streak.since, together=True)
+    return Ill(going, text, totals.abs_mean / sizes, rate, severity, since=streak.since, together=True)
 
 
 def measured_updates(step: Step) -> Mask:
     """``[n]``: the updates that have values in this step."""
     return step.updates & (step.totals.count > 0)
-
-
-def _updates_with_weights(step: Step) -> Counts:
-    return np.flatnonzero(measured_updates(step) & (step.weights_of_updates >= 0))
 
 
 def _gets_gradient(step: Step) -> Mask:
@@ -353,8 +298,3 @@ def _is_rounded(step: Step) -> Mask:
     bits = max(_ROUNDED.values())
     low = known & (_holds(totals.min, bits) & _holds(totals.max, bits))[weights]
     return (weights >= 0) & (totals.count > 0) if known.any() and (low == known).all() else low
-
-
-def _is_rounded_away(step: Step, unchanged: Mask) -> Mask:
-    """``[n]``: updates that may be lost to rounding, which `lost_updates` tells."""
-    return unchanged & step.cached(_is_rounded) if unchanged.any() else unchanged

@@ -6,13 +6,14 @@ import math
 
 import numpy as np
 
-from hookstats.numbers.fields import Counts
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.formatting import number
-from hookstats.rules.step import Step, is_bias
+from hookstats.rules.step import Step
+
+_KIND = "optimizer.exp_avg_sq"
 
 
-@rule(of="optimizer.exp_avg_sq", depth=3)
+@rule(of=_KIND, depth=3)
 def second_moment(
     step: Step,
     eps: float = 1e-8,
@@ -38,10 +39,9 @@ def second_moment(
     bias in attention is 0 but for rounding.
     """
     nonzero, means = step.totals.count - step.totals.zeros, step.totals.mean
-    judged = step.fired("optimizer.exp_avg_sq") & (nonzero >= values) & (step.nonfinite == 0)
-    biases, weights = step.once(_biases_and_weights)
-    both = judged[biases] & judged[weights]
-    judged[biases[both & (means[biases] < cancelled**2 * means[weights])]] = False
+    judged = step.fired(_KIND) & (nonzero >= values) & (step.nonfinite == 0)
+    weights = step.partner(_KIND, _KIND, "bias", "weight")
+    judged &= ~((weights >= 0) & judged[weights] & (means < cancelled**2 * means[weights]))
     if not judged.any():
         return None
     below = np.zeros(len(step.sites))
@@ -49,24 +49,9 @@ def second_moment(
     ids, counts = step.exponents(judged & (means < 1e4 * eps**2))
     last = 126 + math.floor(math.log2(eps**2))  # of the bins whose values are all below
     below[ids] = (counts[:, : last + 1].sum(1) - step.totals.zeros[ids]) / nonzero[ids]
-
-    def say(site: int, since: int) -> str:
-        return (
-            f"the square root of Adam's second moment of {step.sites[site].name} is below {number(eps)} in "
-            f"{number(100 * below[site])} % of its values: epsilon decides how far a step goes, and it learns more "
-            "slowly than its learning rate says. Lower epsilon, or see why its gradients are so small."
-        )
-
-    return Ill(below > share, say, below, share, judged=judged, steps=consecutive_steps)
-
-
-def _biases_and_weights(step: Step) -> Counts:
-    """``[2, pairs]``: the ids of second moments of biases, and of those of their weights."""
-    weights = {
-        i: step.id_of(name.removesuffix("bias") + "weight", tensor)
-        for i, (name, tensor) in enumerate(step.sites)
-        if is_bias(name) and step.is_kind("optimizer.exp_avg_sq")[i]
-    }
-    pairs = [(bias, weight) for bias, weight in weights.items() if weight >= 0]
-    result: Counts = np.array(pairs, np.int64).reshape(-1, 2).T
-    return result
+    text = (
+        f"the square root of Adam's second moment of {{name}} is below {number(eps)} in {{value:%}} of its values: "
+        "epsilon decides how far a step goes, and it learns more slowly than its learning rate says. Lower epsilon, or "
+        "see why its gradients are so small."
+    )
+    return Ill(below > share, text, below, share, judged=judged, steps=consecutive_steps)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
 from hookstats.numbers.fields import Array
 from hookstats.numbers.kinds import kind_of
-from hookstats.rules.engine import rule
-from hookstats.rules.finding import Finding
+from hookstats.rules.engine import Ill, rule
 from hookstats.rules.formatting import number, tensor_of, times
 from hookstats.rules.memory import Memory
 from hookstats.rules.step import Step
 
 
 @rule(per_site=False, depth=1)
-def nonfinite(step: Step, memory: Memory, overflows: int = 16) -> list[Finding]:
+def nonfinite(step: Step, memory: Memory, overflows: int = 16) -> list[Ill]:
     """The first tensor, in order of execution, that holds NaN, Inf or -Inf, in forward or in backward: critical.
 
     There is no threshold to set: one such value ends most trainings. Two things are in order, and are recognised. -Inf
@@ -37,40 +37,51 @@ def nonfinite(step: Step, memory: Memory, overflows: int = 16) -> list[Finding]:
     """
     bad = _count(step, memory)  # None: all is finite
     memory["skipped"] = memory.get("skipped", 0) + 1 if step.overflowed else 0
-    lost = _note_losses(step, memory)
-    found = None
+    lost, found = _note_losses(step, memory), []
     if bad is not None:
         place = int(np.flatnonzero(bad)[0])
-        found = _of_tensor(step, memory, place, bad[place], overflows)
+        found = [_of_tensor(step, memory, place, bad[place], overflows)]
     elif memory["lost"] is not None:
-        found = _of_loss(step, memory)
+        masks = step.in_order(memory.of_sites("masks", False) & ~step.is_kind("buffer_sample"))
+        masks = [site for site in masks if step.totals.neginfs[site]]
+        text = (
+            "the loss is {loss}, and every watched tensor is finite: it began after the model, in the loss itself. "
+            "Look for a logarithm or a division there, and at the labels.{also}"
+        )
+        if masks:
+            text = (
+                f"the loss is {{loss}}, and of the watched tensors {tensor_of(step.sites[masks[0]])} holds -Inf, as it "
+                "has from its first step on. If that is no mask, it began there: look for a logarithm of 0 (clamp "
+                "before it, or use log_softmax). Else it began in the loss.{also}"
+            )
+        loss = step.scalars.get("loss", math.nan)
+        words = {"loss": str(loss), "also": _also(step, memory)}
+        found = [Ill(True, text, loss, 0, "critical", at=memory["lost"], words=words)]
     elif lost:
         at, loss = lost[0]
         more = f", and in {times(len(lost) - 1, 'more step')}" if len(lost) > 1 else ""
-        sentence = (
+        text = (
             f"the loss was {loss} in step {at}, which was not measured{more}; in step {step.number} everything is "
             "finite again. Look at the batch of that step, and for a logarithm or a division in the loss. With "
             "every=1, the tensor is named in which it begins."
         )
-        found = step.finding("nonfinite", None, loss, 0, "warning", sentence, at)
+        found = [Ill(True, text, loss, 0, at=at)]
     if memory["lost"] is None and bad is None:
         memory["clean"] = step.number  # the last step in which everything was finite
     memory["latest"] = step.number
-    return [] if found is None else [found]
+    return found
 
 
 def _count(step: Step, memory: Memory) -> Array | None:
     """Count values that are not finite, in order of execution, without those of masks, in which -Inf is in order. None
     where there are none."""
-    seen, masks, totals = memory.of_sites("seen", False), memory.of_sites("masks", False), step.totals
+    seen, masks, totals, bad = memory.of_sites("seen", False), memory.of_sites("masks", False), step.totals, None
     if step.has_nonfinite:
         of_buffers = step.is_kind("buffer_sample")  # what these hold from the first step on is `uninitialised_buffer`'s
         may_mask = step.is_kind("output") | step.is_kind("input") | step.is_kind("buffer")
         masks |= ~seen & may_mask & (totals.neginfs > 0) & (totals.nans + totals.posinfs == 0)
         masks |= ~seen & of_buffers & (step.nonfinite > 0)
         bad = np.where(masks, (totals.nans + totals.posinfs) * ~of_buffers, step.nonfinite)[step.order]
-    else:
-        bad = None
     seen |= step.calls > 0
     return bad if bad is not None and bad.any() else None
 
@@ -87,37 +98,17 @@ def _note_losses(step: Step, memory: Memory) -> list[tuple[int, float]]:
     return [(at, loss) for at, loss in losses if not math.isfinite(loss)]
 
 
-def _of_loss(step: Step, memory: Memory) -> Finding:
-    loss, since = step.scalars.get("loss", math.nan), _since(step, memory)
-    may_be_one = memory.of_sites("masks", False) & ~step.is_kind("buffer_sample")
-    masks = [site for site in step.in_order(may_be_one) if step.totals.neginfs[site]]
-    if masks:
-        sentence = (
-            f"the loss is {loss}, and of the watched tensors {tensor_of(step.sites[masks[0]])} holds -Inf, as it has "
-            "from its first step on. If that is no mask, it began there: look for a logarithm of 0 (clamp before it, "
-            f"or use log_softmax). Else it began in the loss.{since}"
-        )
-    else:
-        sentence = (
-            f"the loss is {loss}, and every watched tensor is finite: it began after the model, in the loss itself. "
-            f"Look for a logarithm or a division there, and at the labels.{since}"
-        )
-    return step.finding("nonfinite", None, loss, 0, "critical", sentence, memory["lost"])
-
-
-def _of_tensor(step: Step, memory: Memory, place: int, bad: float, overflows: int) -> Finding:
+def _of_tensor(step: Step, memory: Memory, place: int, bad: float, overflows: int) -> Ill:
     """place: in the order of execution. bad: how many of its values are not finite."""
     first, skipped = int(step.order[place]), memory["skipped"]
-    is_backward = kind_of(step.sites[first].tensor).is_gradient
-    what = "NaN" if step.totals.nans[first] else "an infinity"
-    text = f"{number(bad)} of {number(bad + step.totals.count[first])} values of {tensor_of(step.sites[first])}"
-    if step.overflowed and is_backward and skipped < overflows:
-        sentence = (
-            f"{text} are {what}: the GradScaler has skipped this step and lowers its scale. Nothing is to be done."
-        )
-        return step.finding("nonfinite", first, bad, 0, "note", sentence)
+    kind, is_nan = kind_of(step.sites[first].tensor), bool(step.totals.nans[first])
+    words: dict[str, Any] = {"bad": bad, "all": bad + step.totals.count[first]}
+    text = f"{{bad}} of {{all}} values of {{tensor}} are {'NaN' if is_nan else 'an infinity'}"
+    if step.overflowed and kind.is_gradient and skipped < overflows:
+        text += ": the GradScaler has skipped this step and lowers its scale. Nothing is to be done."
+        return Ill(True, text, bad, 0, "note", site=first, words=words)
     advice = _in_between(step, memory)
-    if not advice and is_backward and memory["lost"] == step.number:
+    if not advice and kind.is_gradient and memory["lost"] == step.number:
         advice = (
             "It began in the loss, which is not finite while all outputs are: look for a logarithm or a division "
             "there, and at the labels."
@@ -127,10 +118,10 @@ def _of_tensor(step: Step, memory: Memory, place: int, bad: float, overflows: in
         advice += f" The GradScaler has now skipped {skipped} measured steps in a row."
     if step.is_sampled:
         advice += " Some rows alone were read: it may have begun earlier, in a row that was not."
-    since = _since(step, memory)
-    sentence = f"{text} are {what}, the first in this step. {advice}{since} Go back to a checkpoint before it."
-    severity = "warning" if kind_of(step.sites[first].tensor).of == "buffer" else "critical"  # all else is finite
-    return step.finding("nonfinite", first, bad, 0, severity, sentence)
+    words["advice"] = advice + _also(step, memory)
+    text += ", the first in this step. {advice} Go back to a checkpoint before it."
+    severity = "warning" if kind.of == "buffer" else "critical"  # all else is finite
+    return Ill(True, text, bad, 0, severity, site=first, words=words)
 
 
 def _in_between(step: Step, memory: Memory) -> str:
@@ -140,17 +131,16 @@ def _in_between(step: Step, memory: Memory) -> str:
     if first >= step.number or latest != memory.get("clean"):
         return ""
     steps = f"step {first} was" if first == step.number - 1 else f"steps {first} to {step.number - 1} were"
+    where = "It may have begun in any of them"
     if lost is not None and lost < step.number:
         where = f"It began in step {lost}, in which the loss was not finite any more, or just before"
-    else:
-        where = "It may have begun in any of them"
     return (
         f"{where}: {steps} not measured, and so it may have been in forward, in the loss, in backward or in the "
         "optimizer, and in any layer. To see where, begin again from a checkpoint before it with every=1."
     )
 
 
-def _since(step: Step, memory: Memory) -> str:
+def _also(step: Step, memory: Memory) -> str:
     text, lost, clean = "", memory["lost"], memory.get("clean")
     if lost is not None:
         text = " The loss is not finite, either"
@@ -164,10 +154,9 @@ def _began(step: Step, place: int, clean: int | None) -> str:
     clean: the last measured step in which everything was finite.
     """
     first = int(step.order[place])
-    name, tensor = step.sites[first]
-    kind = kind_of(tensor)
-    module = name or "the model"
+    kind, module = kind_of(step.sites[first].tensor), step.sites[first].name or "the model"
     before = tensor_of(step.sites[int(step.order[place - 1])]) if place else ""
+    rows, of_rows = _rows(step, first)
     if kind.name == "input" and not place:
         return (
             "The data hold it: nothing of the model has run before. Look at this batch, at what loads and prepares it, "
@@ -179,18 +168,22 @@ def _began(step: Step, place: int, clean: int | None) -> str:
             f"{module} directly, or in what is computed on the way, between the watched modules."
         )
     if kind.name == "output" and not place:
-        weights, batch = f"the weights and the arithmetic of {module}", "this batch and what loads it"
-        by_data = _is_of_rows(step, first)
-        one, two = (weights, batch) if by_data is False else (batch, weights)
-        why = "" if by_data is None else _ROWS[by_data]
-        if by_data is None and clean == step.number - 1 and _has_weights(step, name):
+        look, why = [f"the weights and the arithmetic of {module}", "this batch and what loads it"], ""
+        if of_rows is not False:
+            look.reverse()
+        if of_rows is not None:
+            why = " All its channels hold as many: a batch does that in which some values are not finite."
+            why = why if of_rows else " Some of its channels are finite: weights do that which are not."
+        elif clean == step.number - 1 and any(
+            name.startswith(f"{module}.") and tensor == "param" for name, tensor in step.sites
+        ):
             why = f" Its weights were finite after step {clean}."
         return (
             "It began in forward, in the first module that is watched, whose input is not: it is in the batch, or "
-            f"begins here. Look at {one}, then at {two}.{why} "
+            f"begins here. Look at {look[0]}, then at {look[1]}.{why} "
             'tensors=("input", "output", ...) tells these apart.'
         )
-    if kind.name == "output" and _is_of_rows(step, first) and (rows := _rows(step, first)):
+    if kind.name == "output" and of_rows:
         return (
             f"It began in forward, after {before}, which is finite: {rows} of it do, in all channels alike, and "
             f"weights cannot do that. Look at what is computed between the two, such as a division, a logarithm or a "
@@ -210,32 +203,13 @@ def _began(step: Step, place: int, clean: int | None) -> str:
     return "It began in the optimizer, outputs and gradients are finite: look at its state and its settings."
 
 
-_ROWS = {
-    True: " All its channels hold as many: a batch does that in which some values are not finite.",
-    False: " Some of its channels are finite: weights do that which are not.",
-}
-
-
-def _has_weights(step: Step, module: str) -> bool:
-    """Return whether the weights of a module are watched."""
-    return any(step.sites[i].name.startswith(f"{module}.") for i in np.flatnonzero(step.is_kind("param")).tolist())
-
-
-def _is_of_rows(step: Step, site: int) -> bool | None:
-    """Return whether all channels hold as many, which data cause; None: it is not known, or no channel is finite."""
+def _rows(step: Step, site: int) -> tuple[str, bool | None]:
+    """Return "1 of 16 rows", how many hold it, and whether all channels hold as many, which data cause; None: it is not
+    known, or no channel is finite."""
     channels = step.channels(site)
     if channels is None or len(channels.nans) < 2:
-        return None
+        return "", None
     bad = channels.nans + channels.posinfs + channels.neginfs
-    if bad.min() == 0:
-        return False
-    return True if bad.min() == bad.max() and channels.count.min() > 0 else None
-
-
-def _rows(step: Step, site: int) -> str:
-    """ "1 of 16 rows": how many hold it, if not all do."""
-    channels = step.channels(site)
-    if channels is None:
-        return ""
-    bad = float((channels.nans + channels.posinfs + channels.neginfs)[0])
-    return f"{number(bad)} of {number(bad + float(channels.count[0]))} rows"
+    of_rows = True if bad.min() == bad.max() and channels.count.min() > 0 else None
+    some = f"{number(float(bad[0]))} of {number(float(bad[0] + channels.count[0]))} rows"
+    return some, False if bad.min() == 0 else of_rows

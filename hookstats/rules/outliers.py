@@ -6,7 +6,7 @@ import numpy as np
 
 from hookstats.numbers.fields import FIELDS, Array
 from hookstats.rules.engine import Ill, rule
-from hookstats.rules.formatting import number, tensor_of, times
+from hookstats.rules.formatting import number, times
 from hookstats.rules.history import middle
 from hookstats.rules.memory import Memory
 from hookstats.rules.step import Mask, Step
@@ -30,15 +30,13 @@ def massive_activations(step: Step, value: float = 100.0, ratio: float = 1000.0,
     """
     largest, judged = step.totals.abs_max, step.fired("output")
     ratios = _over_median(step, judged & (largest > value))
-
-    def say(site: int, since: int) -> str:
-        return (
-            f"{tensor_of(step.sites[site])} reaches {number(largest[site])}, {number(ratios[site])} times its "
-            "median. Trained language models have such values, at tokens that attention rests on; if they grow, lower "
-            "the learning rate. Quantised to 8 bits, all other values of it are lost."
-        )
-
-    return Ill(ratios > ratio, say, ratios, ratio, "note", judged, consecutive_steps)
+    text = (
+        "{tensor} reaches {largest}, {value} times its median. Trained language models have such values, at tokens "
+        "that attention rests on; if they grow, lower the learning rate. Quantised to 8 bits, all other values of it "
+        "are lost."
+    )
+    words = {"largest": largest}
+    return Ill(ratios > ratio, text, ratios, ratio, "note", judged, consecutive_steps, words=words)
 
 
 def _over_median(step: Step, candidates: Mask) -> Array:
@@ -85,39 +83,38 @@ def outlier_channels(
     totals, judged = step.totals, step.fired("output") & step.has_channels
     if not np.count_nonzero(judged):
         return None
-    ill, ratios = np.zeros(len(step.sites), bool), dict[int, Array]()
-    staying: dict[int, set[int]] = memory.setdefault("staying", {})  # channels beyond the ratio since the streak began
+    ratios, largest = dict[int, Array](), np.zeros(len(step.sites))
+    before: dict[int, set[int]] = memory.get("staying", {})  # channels beyond the ratio since the streak began
+    staying = memory["staying"] = {site: before[site] for site in before if not judged[site]}
     # Where fewer than one channel in eight is 100 times as large as most, this follows; it spares the others.
     likely = judged & (totals.abs_max > value) & (totals.abs_max > 7 * totals.abs_mean)
     for site in np.flatnonzero(likely).tolist():
         ratios[site] = _over_median_channel(step, site, value)
-        largest = ratios[site].max()
-        if largest > severe or (largest > ratio and np.count_nonzero(ratios[site] > ratio) > many):
-            beyond = set(np.flatnonzero(ratios[site] > ratio).tolist())
-            staying[site] = beyond & staying.get(site, beyond)
-            ill[site] = bool(staying[site])
-    for site in [site for site in staying if judged[site] and not ill[site]]:
-        del staying[site]
-    if not np.count_nonzero(ill) and not memory.streak().goes_on:
-        return []
+        beyond = set(np.flatnonzero(ratios[site] > ratio).tolist())
+        largest[site] = ratios[site].max()
+        if largest[site] > severe or len(beyond) > many:
+            beyond &= before.get(site, beyond)
+            staying |= {site: beyond} if beyond else {}
+    ill = np.zeros(len(step.sites), bool)
+    ill[list(staying)] = True
 
-    def say(site: int, since: int) -> str:
-        channels = step.channels(site)
-        assert channels is not None
-        worst, beyond, stay = int(ratios[site].argmax()), int((ratios[site] > ratio).sum()), len(staying[site])
-        return (
-            f"channel {worst} of {tensor_of(step.sites[site])} reaches {number(channels.abs_max[worst])}, "
-            f"{number(ratios[site][worst])} times the median channel; {times(beyond, 'channel')} "
-            f"{'is' if beyond == 1 else 'are'} beyond {number(ratio)} times, "
-            f"{'the same' if stay == beyond else f'{stay:,} of them'} since step {since:,}. Look at the weights that "
-            "make it, and whether weight decay reaches them; in float8 or int8 this output needs a scale per "
-            "channel."
-        )
+    def which(site: int) -> str:
+        beyond, stay = int((ratios[site] > ratio).sum()), len(staying[site])
+        same = "the same" if stay == beyond else f"{stay:,} of them"
+        return f"{times(beyond, 'channel')} {'is' if beyond == 1 else 'are'} beyond {number(ratio)} times, {same}"
 
-    largest_of = np.zeros(len(step.sites))
-    largest_of[list(ratios)] = [each.max() for each in ratios.values()]
-    threshold = np.where(largest_of > severe, severe, ratio)
-    return Ill(ill, say, largest_of, threshold, judged=judged, steps=consecutive_steps)
+    text = (
+        "channel {worst} of {tensor} reaches {reached}, {value} times the median channel; {which} since step {since}. "
+        "Look at the weights that make it, and whether weight decay reaches them; in float8 or int8 this output needs "
+        "a scale per channel."
+    )
+    words = {
+        "worst": lambda site: str(ratios[site].argmax()),
+        "reached": lambda site: step.channels_or_whole(site).abs_max[ratios[site].argmax()],
+        "which": which,
+    }
+    threshold = np.where(largest > severe, severe, ratio)
+    return Ill(ill & judged, text, largest, threshold, judged=judged, steps=consecutive_steps, words=words)
 
 
 def _over_median_channel(step: Step, site: int, value: float) -> Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 
@@ -11,9 +11,8 @@ from hookstats.numbers.frame import StepFrame
 from hookstats.numbers.kinds import KINDS
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.rules.blocks import BLOCK_FORMATS, BlockFit, block_fits
-from hookstats.rules.engine import rule
-from hookstats.rules.finding import Finding
-from hookstats.rules.formatting import percent, tensor_of
+from hookstats.rules.engine import Ill, rule
+from hookstats.rules.formatting import percent
 from hookstats.rules.memory import Memory
 from hookstats.rules.step import Mask, SiteIds, Step
 
@@ -39,17 +38,6 @@ class Fit(NamedTuple):
     overflow: tuple[float, float]  # that become infinite or the largest value: at least, and at most
     exponent: int  # of the best scale 2^exponent: the largest with which nothing overflows
     scaled_underflow: float  # that become 0 with that scale
-
-
-class _Fits(NamedTuple):
-    """The effect on many tensors, arrays ``[k]``."""
-
-    ids: Counts
-    underflow: Array
-    least_overflow: Array
-    most_overflow: Array
-    exponent: Counts
-    scaled_underflow: Array
 
 
 @overload
@@ -94,13 +82,13 @@ def fit(measured: Snapshot | StepFrame, format: str) -> list[Fit] | list[BlockFi
         lists = (column.tolist() for column in found)
         rows = zip(*lists, strict=True)
         return [BlockFit(step.sites[i], format, (least, most), bad, off) for i, least, most, bad, off in rows]
-    fits = _fits(_Magnitudes(step, step.calls > 0), FORMATS[format])
-    rows = zip(*(column.tolist() for column in fits), strict=True)
+    values = _Magnitudes(step, step.calls > 0)
+    rows = zip(values.ids.tolist(), *(column.tolist() for column in values.fit(FORMATS[format])), strict=True)
     return [Fit(step.sites[i], format, under, (low, high), scale, best) for i, under, low, high, scale, best in rows]
 
 
 class _Magnitudes:
-    """Return the effect on those among some sites that have a histogram by exponent and values that are not 0."""
+    """The exponents of those among some sites that have a histogram by exponent and values that are not 0."""
 
     def __init__(self, step: Step, chosen: Mask) -> None:
         ids, counts = step.exponents(chosen)
@@ -112,42 +100,31 @@ class _Magnitudes:
         self.abs_max = step.totals.abs_max[self.ids]
         self.scaler = np.rint(np.log2(step.scales[self.ids])).astype(np.int64)
 
-    def up_to(self, exponent: Counts | int) -> Array:
-        """The share of values that are not 0 whose exponent is at most this one, ``[k]``."""
-        share: Array = self._counted(exponent) / self.below[:, -1]
+    def up_to(self, exponent: Counts | int, beyond: bool = False) -> Array:
+        """The share of values that are not 0 whose exponent is at most this one, ``[k]``; or is beyond it."""
+        at, whole = np.minimum(np.maximum(exponent + self.scaler + 127, -1), 255), self.below[:, -1]
+        counted = np.where(at < 0, 0, self.below[np.arange(len(at)), np.maximum(at, 0)])
+        share: Array = (whole - counted if beyond else counted) / whole
         return share
 
-    def from_on(self, exponent: int) -> Array:
-        """The share of those whose exponent is at least this one."""
-        share: Array = (self.below[:, -1] - self._counted(exponent - 1)) / self.below[:, -1]
-        return share
+    def at_best(self, largest: Any, tiniest: Any) -> tuple[Counts, Array]:
+        """Return the exponent of the best scale, and the share that becomes 0 with it. Of a `_Format`, or ``[k]``."""
+        mantissa, exponent = np.frexp(self.abs_max)
+        limit, top = np.frexp(largest)
+        best = (top - exponent - (mantissa > limit)).astype(np.int64)
+        return best, self.up_to(tiniest - 2 - best)  # an exponent below half the smallest value
 
-    def _counted(self, exponent: Counts | int) -> Counts:
-        at = np.minimum(np.maximum(exponent + self.scaler + 127, -1), 255)
-        counts: Counts = self.below[np.arange(len(at)), np.maximum(at, 0)]
-        return np.where(at < 0, 0, counts)
-
-
-def _fits(values: _Magnitudes, format: _Format) -> _Fits:
-    mantissa, exponent = np.frexp(values.abs_max)
-    most, top = np.frexp(format.largest)  # top: values from 2^top on are too large, some from 2^(top - 1) on
-    best = top - exponent - (mantissa > most)
-    most_overflow = np.where(values.abs_max > format.largest, values.from_on(int(top) - 1), 0.0)
-    flushed = format.tiniest - 2  # an exponent below half the smallest value
-    return _Fits(
-        values.ids,
-        values.up_to(flushed),
-        values.from_on(int(top)),
-        most_overflow,
-        best.astype(np.int64),
-        values.up_to(flushed - best),
-    )
+    def fit(self, format: _Format) -> tuple[Array, Array, Array, Counts, Array]:
+        """Return the fields of `Fit` in this format, each ``[k]``; of the overflow, the least and the most."""
+        top = int(np.frexp(format.largest)[1])  # values from 2^top on are too large, some from 2^(top - 1) on
+        most = np.where(self.abs_max > format.largest, self.up_to(top - 2, beyond=True), 0.0)
+        return self.up_to(format.tiniest - 2), self.up_to(top - 1, beyond=True), most, *self.at_best(*format)
 
 
 @rule(depth=7, is_cause=False)
 def low_precision_fit(
     step: Step, memory: Memory, lost: float = 0.01, consecutive_steps: int = 5, turns: int = 4
-) -> list[Finding] | None:
+) -> list[Ill] | None:
     """A tensor that would not survive a low precision, while the run still has a higher one (a note).
 
     Outputs, inputs and parameters are judged in float8_e4m3fn, gradients of outputs and inputs in float8_e5m2 (the
@@ -177,90 +154,57 @@ def low_precision_fit(
     outputs = step.is_kind("output") | step.is_kind("input")
     gradients, n = step.is_kind("grad_output") | step.is_kind("grad_input"), len(step.sites)
     values = _Magnitudes(step, (outputs | gradients | step.is_kind("param")) & (step.calls > 0))
-    ids = values.ids
-    is_gradient, enough = gradients[ids], values.below[:, -1] >= 1000
-    losing = _scaled_underflow(values, is_gradient)
-    overflows = outputs[ids] & (values.abs_max > FORMATS["float16"].largest)
-    ill, judged = np.zeros(n, bool), np.zeros(n, bool)
-    ill[ids], judged[ids] = enough & ((losing > lost) | overflows), enough
-    shares, reached = memory.of_sites("shares", 0.0), memory.of_sites("reached", 0.0)
+    ids, enough = values.ids, values.below[:, -1] >= 1000
+    one, other = FORMATS["float8_e5m2"], FORMATS["float8_e4m3fn"]
+    losing = values.at_best(*(np.where(gradients[ids], *both) for both in zip(one, other, strict=True)))[1]
+    ill, judged, (shares, reached) = np.zeros(n, bool), np.zeros(n, bool), np.zeros((2, n))
     shares[ids] = np.where(losing > lost, losing, 0.0)  # that are lost; and the largest values of those that overflow
-    reached[ids] = np.where(overflows, values.abs_max, 0.0)
-    if np.count_nonzero(ill):
-        texts = memory.setdefault("texts", {})
-        fits = {name: _fits(values, format) for name, format in FORMATS.items()}
-        for place in np.flatnonzero(ill[ids]).tolist():
-            each_format = (
-                f"{percent(each.scaled_underflow[place])} in {name} (scale 2^{each.exponent[place]})"
-                for name, each in fits.items()
-            )
-            texts[int(ids[place])] = f"{', '.join(each_format)}."
-        for site, text in _with_blocks(step, ill).items():
-            texts[site] += text
+    reached[ids] = np.where(outputs[ids] & (values.abs_max > FORMATS["float16"].largest), values.abs_max, 0.0)
+    ill[ids], judged[ids] = enough & ((shares + reached)[ids] > 0), enough
     streak = memory.streak()
-    streak.push(step.number, ill, judged)
-    if not streak.goes_on:
+    lasting = streak.push(step.number, ill, judged, consecutive_steps)
+    if not np.count_nonzero(lasting):
         return []
-    lasting, texts = (streak.lengths >= consecutive_steps) & (step.calls > 0), memory["texts"]
+    fits = {name: values.at_best(*format) for name, format in FORMATS.items()}
     told = [(kind.several, lasting & (shares > 0) & step.is_kind(name), shares, lost) for name, kind in KINDS.items()]
-    found = list[Finding]()
+    found = list[Ill]()
     for several, chosen, numbers, threshold in [*told, ("outputs", lasting & (reached > 0), reached, 65504.0)]:
         sites = step.in_order(chosen)
         if sites:  # one finding, at the site that is worst
             worst = max(sites, key=lambda site: numbers[site])
-            listed = [worst, *(site for site in sites if site != worst)]
-            where, since = tensor_of(step.sites[worst]), streak.since[listed].min()
-            say = _overflowing if numbers is reached else _losing
-            sentence = say(where, len(sites), several, numbers[worst], texts[worst])
-            numbers_of = numbers[worst], threshold, "note", sentence
-            found.append(step.finding("low-precision-fit", worst, *numbers_of, since=since, sites=listed))
+            place = int(np.flatnonzero(ids == worst)[0])
+            sites = [worst, *(site for site in sites if site != worst)]
+            it = "this layer" if len(sites) == 1 else "these layers"
+            others = f" The same holds for {len(sites) - 1} more of the {several}." if len(sites) > 1 else ""
+            if numbers is reached:
+                text = (
+                    "{tensor} reaches {value}, beyond float16's 65504: in float16 it would be infinite.{others} Keep "
+                )
+                text += "{it} in bfloat16 or float32."
+            else:
+                text = "cast to a lower precision at its best scale, {tensor} would lose to 0 of its values: {losses}."
+                text += "{blocks}{others} Leave {it} out where you quantise, or give a scale per channel or block."
+            losses = (
+                f"{percent(share[place])} in {name} (scale 2^{best[place]})" for name, (best, share) in fits.items()
+            )
+            words = {"losses": ", ".join(losses), "others": others, "it": it, "blocks": _with_blocks(step, worst)}
+            since = int(streak.since[sites].min())
+            found.append(
+                Ill(True, text, numbers[worst], threshold, "note", since=since, site=worst, sites=sites, words=words)
+            )
     return found
 
 
-def _scaled_underflow(values: _Magnitudes, is_gradient: Mask) -> Array:
-    """``[k]``: the share that becomes 0 at the best scale, of gradients in float8_e5m2, of others in float8_e4m3fn."""
-    both = [FORMATS["float8_e4m3fn"], FORMATS["float8_e5m2"]]
-    most, top = np.frexp([each.largest for each in both])
-    tiniest = np.array([each.tiniest for each in both])
-    mantissa, exponent = np.frexp(values.abs_max)
-    which = is_gradient.astype(np.int64)
-    best = top[which] - exponent - (mantissa > most[which])
-    return values.up_to(tiniest[which] - 2 - best)
-
-
-def _losing(where: str, sites: int, several: str, share: float, text: str) -> str:
-    return (
-        f"cast to a lower precision at its best scale, {where} would lose to 0 of its values: {text}"
-        f"{_of_others(sites - 1, several)} Leave {'this layer' if sites == 1 else 'these layers'} out where you "
-        f"quantise, or give {'it' if sites == 1 else 'them'} a scale per channel or block."
-    )
-
-
-def _overflowing(where: str, sites: int, several: str, reached: float, text: str) -> str:
-    return (
-        f"{where} reaches {reached:.3g}, beyond float16's 65504: in float16 it would be infinite."
-        f"{_of_others(sites - 1, several)} Keep {'this layer' if sites == 1 else 'these layers'} in bfloat16 or "
-        "float32."
-    )
-
-
-def _with_blocks(step: Step, chosen: Mask) -> dict[int, str]:
-    """Return what would be lost with a scale for each block, by the ids of sites that have blocks."""
+def _with_blocks(step: Step, site: int) -> str:
+    """Say what would be lost of a site with a scale for each block; nothing where none are counted."""
     if not isinstance(step.bins, ExponentBins) or not step.bins.block:
-        return {}
-    told: dict[int, list[str]] = {}
-    for name, format in BLOCK_FORMATS.items():
-        if format.block == step.bins.block:
-            found = block_fits(step, chosen, name)
-            for i, least, most, _, error in zip(*(column.tolist() for column in found), strict=True):
-                share = percent(least) if least == most else f"{percent(least)} to {percent(most)}"
-                told.setdefault(i, []).append(f"{share}{f' ± {percent(error)}' if error else ''} in {name}")
+        return ""
+    told, chosen = list[str](), np.arange(len(step.sites)) == site
+    for name in (name for name, format in BLOCK_FORMATS.items() if format.block == step.bins.block):
+        for _, least, most, _, error in zip(
+            *(column.tolist() for column in block_fits(step, chosen, name)), strict=True
+        ):
+            share = percent(least) if least == most else f"{percent(least)} to {percent(most)}"
+            told.append(f"{share}{f' ± {percent(error)}' if error else ''} in {name}")
     along = "last dimension" if step.bins.block_dim == -1 else "other dimensions"
-    size = step.bins.block
-    return {
-        i: f" With a scale for each block of {size} along the {along}: {', '.join(each)}." for i, each in told.items()
-    }
-
-
-def _of_others(count: int, tensors: str) -> str:
-    return f" So would {count} other {tensors if count > 1 else tensors.replace('s', '', 1)}." if count else ""
+    return f" With a scale for each block of {step.bins.block} along the {along}: {', '.join(told)}." if told else ""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import numpy as np
 
-from hookstats.numbers.fields import Array, Counts
+from hookstats.numbers.fields import Counts
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.formatting import number
 from hookstats.rules.step import Step
@@ -16,7 +15,7 @@ _BLOCK = re.compile(r"(?P<path>.*?)\.?(?P<number>\d+)")
 
 
 @rule(depth=3)
-def residual_drift(step: Step, ratio: float = 100.0, consecutive_steps: int = 5, blocks: int = 4) -> Ill | None:
+def residual_drift(step: Step, ratio: float = 100.0, consecutive_steps: int = 5, blocks: int = 4) -> list[Ill] | None:
     """The stream grows, or shrinks, from block to block (warning): the rms behind the last over that behind the first.
 
     A stream is ill at ``ratio`` = 100 times, or one 100th, in ``consecutive_steps`` = 5 measured steps in a row; the
@@ -33,46 +32,44 @@ def residual_drift(step: Step, ratio: float = 100.0, consecutive_steps: int = 5,
     stacks = step.once(_stacks, blocks)
     if not stacks:
         return None
-    ratios, gains = np.ones(len(step.sites)), dict[int, tuple[str, Counts, Array]]()
+    ratios, paths = np.ones(len(step.sites)), dict[int, str]()
     places = np.zeros(len(step.sites), np.int64)
     places[step.order] = np.arange(1, len(step.order) + 1)
     for path, stack in stacks.items():
         rms = step.totals.rms[stack]
         if places[stack[0]] > 0 and (np.diff(places[stack]) > 0).all() and (rms > 0).all():
-            ratios[stack[-1]] = rms[-1] / rms[0]
-            gains[int(stack[-1])] = path, stack, rms[1:] / rms[:-1]
+            ratios[stack[-1]], paths[int(stack[-1])] = rms[-1] / rms[0], path
 
-    def say(site: int, since: int) -> str:
-        path, stack, gain = gains[site]
-        most, sign = int(np.abs(np.log(gain)).argmax()), 1 if ratios[site] > 1 else -1
-        return (
-            f"the stream through {path or 'the model'} {'grows' if sign == 1 else 'shrinks'} "
-            f"{number(ratios[site] ** sign)} times from its first block to the last, most of all in "
-            f"{step.sites[int(stack[most + 1])].name}, {number(gain[most] ** sign)} times. Scale down what a block "
-            "adds (initial weights by the root of the depth, a norm behind the block), or look for a missing norm."
-        )
+    def most(site: int) -> str:
+        stack, sign = stacks[paths[site]], 1 if ratios[site] > 1 else -1
+        gains = step.totals.rms[stack[1:]] / step.totals.rms[stack[:-1]]
+        block = int(np.abs(np.log(gains)).argmax())
+        return f"{step.sites[int(stack[block + 1])].name}, {number(gains[block] ** sign)} times"
 
-    drifted = (ratios > ratio) | (ratios < 1 / ratio)
-    return Ill(drifted, say, ratios, np.where(ratios > 1, ratio, 1 / ratio), steps=consecutive_steps)
+    text = (
+        "the stream through {path} {changes} {times} times from its first block to the last, most of all in {most}. "
+        "Scale down what a block adds (initial weights by the root of the depth, a norm behind the block), or look "
+        "for a missing norm."
+    )
+    words = {
+        "path": lambda site: paths[site] or "the model",
+        "changes": np.where(ratios > 1, "grows", "shrinks"),
+        "times": np.maximum(ratios, 1 / ratios),
+        "most": most,
+    }
+    drifted, limits = (ratios > ratio) | (ratios < 1 / ratio), np.where(ratios > 1, ratio, 1 / ratio)
+    return [Ill(drifted, text, ratios, limits, steps=consecutive_steps, words=words)]
 
 
 def _stacks(step: Step, blocks: int) -> dict[str, Counts]:
     """Return the ids of the outputs of each stack's blocks."""
-    outputs = [step.sites[i] for i in np.flatnonzero(step.is_kind("output")).tolist()]
-    inner = {prefix for site in outputs for prefix in _prefixes(site.name)}
+    outputs = [step.sites[i].name for i in np.flatnonzero(step.is_kind("output")).tolist()]
+    parts = [name.split(".") for name in outputs]
+    inner = {".".join(each[:end]) for each in parts for end in range(1, len(each))}  # "a" and "a.0" of "a.0.b"
     found: dict[str, dict[int, int]] = {}
     for i, (name, tensor) in enumerate(step.sites):
         match = _BLOCK.fullmatch(name)
         if match and tensor in ("output", "output.0") and name in inner and not match["path"].endswith("experts"):
             found.setdefault(match["path"], {})[int(match["number"])] = i
-    return {
-        path: np.array([stack[number] for number in sorted(stack)])
-        for path, stack in found.items()
-        if len(stack) >= blocks
-    }
-
-
-def _prefixes(name: str) -> Iterator[str]:
-    """Return "a" and "a.0" of "a.0.b"."""
-    parts = name.split(".")
-    return (".".join(parts[:end]) for end in range(1, len(parts)))
+    stacks = {path: np.array([stack[number] for number in sorted(stack)]) for path, stack in found.items()}
+    return {path: stack for path, stack in stacks.items() if len(stack) >= blocks}

@@ -8,9 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hookstats.rules.engine import Ill, rule
-from hookstats.rules.finding import Finding
-from hookstats.rules.formatting import number, times
-from hookstats.rules.history import middle
+from hookstats.rules.formatting import times
+from hookstats.rules.history import Course, middle
 from hookstats.rules.memory import Memory
 from hookstats.rules.step import Step, valued_ids
 
@@ -18,6 +17,7 @@ _LEAST_RISE = 0.05  # of what jumps, or rises from one third of the steps to the
 _MOVED, _KNOWN = 3.0, 3  # times the largest of the last moves; how many of them there must be
 _DESCENDED = 0.8  # of the first loss: below that it has been going down
 _BAD_DATA = 1.5  # times the first losses, what one batch must have reached
+_ADVICE = "lower the learning rate, warm it up longer, or clip gradients."
 
 
 class _Jump(NamedTuple):
@@ -28,18 +28,6 @@ class _Jump(NamedTuple):
     limit: float
     value: float
     has_moved: bool  # the model, with it
-
-
-class _Losses(NamedTuple):
-    """The thresholds that a step's loss is judged by."""
-
-    scalar: str
-    sigmas: float
-    tail: float
-    window: int
-    min_history: int
-    undone: float
-    consecutive_steps: int
 
 
 @rule(per_site=False, depth=5)
@@ -54,7 +42,7 @@ def loss_spike(
     undone: float = 0.05,
     moved: float = 0.3,
     consecutive_steps: int = 5,
-) -> list[Finding] | None:
+) -> list[Ill] | None:
     """The loss jumps, or goes on rising: the ``scalar`` "loss" of `Monitor.step`, of every step, measured or not.
 
     A jump is a loss more than ``sigmas`` = 6 deviations above the level of the last steps (OLMo-core,
@@ -90,131 +78,107 @@ def loss_spike(
     has_moved = None  # beside what the outputs did before; not known yet
     if move is not None and len(moves) >= _KNOWN:
         has_moved = move > max(moved, _MOVED * max(moves))
-    how = _Losses(scalar, sigmas, tail, window, min_history, undone, consecutive_steps)
-    found = [finding for at, value in values.items() for finding in _judge(step, memory, how, at, value, has_moved)]
+    found = list[Ill | None]()
+    past, last, firsts = memory.course("past", window), memory.last("last", 30), memory.setdefault("firsts", [])
+    for at, value in values.items():
+        is_known, limit = len(past) >= min_history, math.inf
+        if is_known and (memory.get("jump") is not None or not past.surely_holds(value, tail)):
+            limit = past.limit(sigmas, tail)
+        if past.in_logs and is_known:
+            limit = max(limit, past.level * (1 + _LEAST_RISE))
+        found.append(_jump_ended(memory, at, value, past.in_logs, consecutive_steps))
+        least = undone * (firsts[0] - memory["lowest"]) if firsts else math.inf
+        found.append(_jumped(memory, at, value, past.level, limit, least, has_moved))
+        rising = _rising(memory, value, past if is_known else None)
+        if rising:
+            text = (
+                "the {scalar} is {value}, and has gone on rising for {rising} steps: training diverges. Go back to a "
+            )
+            text, words = f"{text}checkpoint, and {_ADVICE}", {"rising": str(rising)}
+            since = at - rising + 1
+            found.append(Ill(True, text, value, max(firsts), "critical", since=since, at=at, words=words))
+        past.push(value, limit)
+        last.append(value)
+        memory["lowest"] = min(memory.get("lowest", math.inf), past.level)
+        if len(firsts) < consecutive_steps:
+            firsts.append(value)
     if move is not None and memory.get("jump") is None:  # else it belongs to the jump, and not to what was before
         moves.append(move)
-    return found
-
-
-def _judge(step: Step, memory: Memory, how: _Losses, at: int, value: float, has_moved: bool | None) -> list[Finding]:
-    """at: the step of this value, which may be an earlier one."""
-    past, last, firsts = memory.course("past", how.window), memory.last("last", 30), memory.setdefault("firsts", [])
-    is_known, limit = len(past) >= how.min_history, math.inf
-    if is_known and (memory.get("jump") is not None or not past.surely_holds(value, how.tail)):
-        limit = past.limit(how.sigmas, how.tail)
-    if past.in_logs:
-        limit = max(limit, past.level * (1 + _LEAST_RISE)) if is_known else limit
-    found = [
-        _jump_ended(step, memory, how, at, value),
-        _jumped(step, memory, how, at, value, limit, has_moved),
-        _rose(step, memory, how, at, value),
-    ]
-    past.push(value, limit)
-    last.append(value)
-    memory["lowest"] = min(memory.get("lowest", math.inf), past.level)
-    if len(firsts) < how.consecutive_steps:
-        firsts.append(value)
-    return [finding for finding in found if finding is not None]
+    problems = [each for each in found if each is not None]
+    for each in problems:
+        each.words = {**each.words, "scalar": scalar}
+    return problems
 
 
 def _jumped(
-    step: Step, memory: Memory, how: _Losses, at: int, value: float, limit: float, has_moved: bool | None
-) -> Finding | None:
-    known = memory.get("jump")
-    if known is None and not value > limit:
-        return None
-    level, firsts = memory.course("past", how.window).level, memory["firsts"]
+    memory: Memory, at: int, value: float, level: float, limit: float, least: float, has_moved: bool | None
+) -> Ill | None:
+    """least: what it must have undone of what the loss has come down."""
+    known, since = memory.get("jump"), at
     if known is None:
-        if not (firsts and value - level >= how.undone * (firsts[0] - memory["lowest"])):
+        if not value > limit or value - level < least:
             return None
-        sentence = f"the {how.scalar} jumped to {number(value)}, from {number(level)} in the steps before. "
-        since = at
+        text = "the {scalar} jumped to {value}, from {level} in the steps before. "
     else:  # a known one, with which the outputs change only now
         jump = _Jump(*known)
         if jump.has_moved or not (has_moved and value > jump.limit):
             return None
         level, since = jump.level, jump.step
-        sentence = f"the {how.scalar} is {number(value)}, and was {number(level)} before step {jump.step}. "
-    is_ill = has_moved or (has_moved is None and value > max(firsts))
+        text = "the {scalar} is {value}, and was {level} before step {since}. "
+    first = max(memory["firsts"])
+    is_ill = has_moved or (has_moved is None and value > first)
     if has_moved:
-        sentence += (
-            "The outputs of the model changed with it: look at this batch, and at the learning rate and the "
-            "weights; if it stays up, go back to a checkpoint before it."
-        )
+        text += "The outputs of the model changed with it: look at this batch, and at the learning rate and the "
+        text += "weights; if it stays up, go back to a checkpoint before it."
     elif is_ill:
-        sentence += (
-            f"That is above the first ones, {number(max(firsts))}: look at this batch; if it stays up, "
-            "go back to a checkpoint before it, and lower the learning rate or clip gradients."
-        )
+        text += "That is above the first ones, {first}: look at this batch; if it stays up, go back to a checkpoint "
+        text += "before it, and lower the learning rate or clip gradients."
     else:
-        sentence += "Where the data, the task or the target changed in this step, nothing needs to be wrong."
+        text += "Where the data, the task or the target changed in this step, nothing needs to be wrong."
     memory["jump"] = _Jump(at, level, limit, value, bool(has_moved))
-    severity = "warning" if is_ill else "note"
-    return step.finding("loss-spike", None, value, limit, severity, sentence, at, since)
+    words = {"level": level, "first": first}
+    return Ill(True, text, value, limit, "warning" if is_ill else "note", since=since, at=at, words=words)
 
 
-def _jump_ended(step: Step, memory: Memory, how: _Losses, at: int, value: float) -> Finding | None:
+def _jump_ended(memory: Memory, at: int, value: float, in_logs: bool, consecutive_steps: int) -> Ill | None:
     """Return what a jump was: the loss has come back from it, all at once, or it has not."""
     if memory.get("jump") is None:
         return None
     began, level, limit, peak, has_moved = _Jump(*memory["jump"])
     first, last = max(memory["firsts"]), memory.last("last", 30)
-    in_logs = memory.course("past", how.window).in_logs
     quarter = level * (peak / level) ** 0.25 if in_logs else level + (peak - level) / 4
     came_back, count = value <= min(quarter, first), at - began
-    if not came_back and count < how.consecutive_steps:
+    if not came_back and count < consecutive_steps:
         return None
     memory["jump"] = None
+    words = {"level": level, "count": times(count, "step")}
     if came_back and in_logs and peak > _BAD_DATA * first and last[-1] > peak / 2:
-        sentence = (
-            f"the {how.scalar} jumped to {number(peak)}, from {number(level)}, and came back after "
-            f"{times(count, 'step')}: look at the data of step {began}; if it happens again, clip gradients, or "
-            "leave such batches out."
-        )
-        return step.finding("loss-spike", None, peak, limit, "warning", sentence, began)
-    if not came_back and has_moved and min([*last, value][-how.consecutive_steps :]) > first:
-        sentence = (
-            f"the {how.scalar} is {number(value)}, and has been above the first ones for {count} steps, since it "
-            f"jumped in step {began} and the outputs of the model changed: training diverges. Go back to a "
-            "checkpoint, and lower the learning rate, warm it up longer, or clip gradients."
-        )
-        return step.finding("loss-spike", None, value, first, "critical", sentence, at, began)
+        text = "the {scalar} jumped to {value}, from {level}, and came back after {count}: look at the data of step "
+        text += "{since}; if it happens again, clip gradients, or leave such batches out."
+        return Ill(True, text, peak, limit, at=began, words=words)
+    if not came_back and has_moved and min([*last, value][-consecutive_steps:]) > first:
+        text = "the {scalar} is {value}, and has been above the first ones for {count}, since it jumped in step "
+        text += "{since} and the outputs of the model changed: training diverges. Go back to a checkpoint, and "
+        return Ill(True, text + _ADVICE, value, first, "critical", since=began, at=at, words=words)
     return None
 
 
-def _rose(step: Step, memory: Memory, how: _Losses, at: int, value: float) -> Finding | None:
-    rising = _rising(memory, how, value)
-    if not rising:
-        return None
-    sentence = (
-        f"the {how.scalar} is {number(value)}, and has gone on rising for {rising} steps: training diverges. "
-        "Go back to a checkpoint, and lower the learning rate, warm it up longer, or clip gradients."
-    )
-    first = max(memory["firsts"])
-    return step.finding("loss-spike", None, value, first, "critical", sentence, at, at - rising + 1)
-
-
-def _rising(memory: Memory, how: _Losses, value: float) -> int:
-    """Return over how many steps the loss has risen; 0: it has not."""
-    firsts, last, past = memory["firsts"], [*memory.last("last", 30), value], memory.course("past", how.window)
+def _rising(memory: Memory, value: float, past: Course | None) -> int:
+    """Return over how many steps the loss has risen; 0: it has not. past: None: how much it varies is not known yet."""
+    firsts, last = memory["firsts"], [*memory.last("last", 30), value]
     if len(last) < 9 or not firsts or max(last) <= firsts[0] or min(last) <= 0 or min(firsts) <= 0:
         return 0
     first, descended = math.log(firsts[0]), memory["lowest"] < _DESCENDED * firsts[0]
     start, doubled = math.log(max(firsts)) if descended else first, 0.0 if descended else math.log(2)
-    is_known = len(past) >= how.min_history
     for third in (3, 10):
         if len(last) < 3 * third:
             break
-        if math.log(sorted(last[-3 * third : -2 * third])[third // 2]) <= start + doubled:
-            continue  # which spares most the rest
         values = np.log(last[-3 * third :])
         one, two, three = (middle(values[i * third : (i + 1) * third]) for i in range(3))
-        if not one > start + doubled or not min(two - one, three - two) > max(_LEAST_RISE, doubled):
+        rise = min(two - one, three - two)
+        if not one > start + doubled or not rise > max(_LEAST_RISE, doubled):
             continue
-        if not is_known and np.diff(values).min() <= 0:
-            continue  # how much they vary is not known yet
-        if min(two - one, three - two) > 7 * (past.deviation if is_known else 0.0) / math.sqrt(third):
+        if np.diff(values).min() > 0 if past is None else rise > 7 * past.deviation / math.sqrt(third):
             return 3 * third
     return 0
 
@@ -258,24 +222,18 @@ def gradient_norm_spike(
     value = step.scalars.get("grad_norm", step.grad_norm)
     if value is None or not math.isfinite(value):
         return None
-    past, limit = memory.course("past", window), math.inf
-    level, severity, is_ill = past.level, "note", False
+    past, limit, begins = memory.course("past", window), math.inf, 0
+    level = past.level
     if len(past) >= min_history:
         limit = factor * level
         if value > limit:
             limit = max(past.limit(sigmas, tail), limit)
-        spikes, is_ill = memory.last("spikes", window), value > limit
-        spikes.append(is_ill)
-        if is_ill:
-            flags = np.array(spikes)
-            begins = int((flags[1:] & ~flags[:-1]).sum()) + int(flags[0])
-            severity = "warning" if begins >= many else "note"
+        spikes = memory.last("spikes", window)
+        spikes.append(value > limit)
+        begins = int(np.diff(np.array([False, *spikes]).astype(int)).clip(0).sum()) if spikes[-1] else 0
     past.push(value, limit)
-
-    def say(_: object, since: int) -> str:
-        return (
-            f"the norm of the gradients jumped to {number(value)}, from {number(level)} in the measured steps before. "
-            "Look at this batch; clip gradients, or lower the learning rate, before the loss follows."
-        )
-
-    return Ill(is_ill, say, value, limit, severity)
+    text = (
+        "the norm of the gradients jumped to {value}, from {level} in the measured steps before. Look at this batch; "
+        "clip gradients, or lower the learning rate, before the loss follows."
+    )
+    return Ill(value > limit, text, value, limit, "warning" if begins >= many else "note", words={"level": level})

@@ -50,7 +50,7 @@ class SiteIds:
         self._ids: dict[Site, int] = {}
         self._latest: tuple[Sequence[Site], Counts] = ([], np.empty(0, np.int64))
         self._kinds: dict[str, Mask] = {}
-        self._partners: dict[tuple[str, str], Counts] = {}
+        self._partners: dict[tuple[str, ...], Counts] = {}
         self._once: dict[Any, tuple[int, Any]] = {}
         self._aligned: tuple[Counts, int, bool] = (self._latest[1], 0, True)
         self._alike: dict[Any, dict[Any, Any]] = {}
@@ -109,15 +109,22 @@ class SiteIds:
             mask = self._kinds[""] = np.array([site.name == "" for site in self.all], bool)
         return mask
 
-    def partner(self, kind: str, other: str) -> Counts:
-        """Return the id of the site of the other kind with the same name, of each site of a kind; -1 without one."""
-        partners = self._partners.get((kind, other))
+    def partner(self, kind: str, other: str, key: str = "", other_key: str = "") -> Counts:
+        """Return the id of the site of the other kind, of each site of a kind; -1 without one: see `Step.partner`."""
+        partners = self._partners.get((kind, other, key, other_key))
         if partners is None or len(partners) < len(self.all):
             partners = np.full(len(self.all), -1, np.int64)
             for i in np.flatnonzero(self.is_kind(kind)).tolist():
                 name, tensor = self.all[i]
-                partners[i] = self._ids.get(Site(name, other + tensor[len(kind) :]), -1)
-            self._partners[kind, other] = partners
+                if key:
+                    module, _, last = name.rpartition(".")
+                    name = f"{module}.{other_key}".strip(".")
+                    if key not in ("*", last):
+                        continue
+                same = other + tensor[len(kind) :]
+                first = f"{same}.0" if key and other == "output" else same  # of a module with several outputs
+                partners[i] = self._ids.get(Site(name, same), self._ids.get(Site(name, first), -1))
+            self._partners[kind, other, key, other_key] = partners
         return partners
 
     def once(self, function: Callable[..., _Made], step: Step, arguments: tuple[Any, ...]) -> _Made:
@@ -159,7 +166,6 @@ class Step:
         self._sites = sites
         self.sites: Sequence[Site] = sites.all
         self._is_aligned = sites.are_all(self._ids)
-        self._cached: dict[Any, Any] = {}
         self._channels: dict[int, Stats[Array] | None] = {}
 
     def is_kind(self, kind: str) -> Mask:
@@ -211,12 +217,6 @@ class Step:
         """Return the id of a site; -1 where the run has shown no such one."""
         return self._sites.id_of(Site(name, tensor))
 
-    def cached(self, function: Callable[[Step], _Made]) -> _Made:
-        """Return what a function makes of this step, made once for all rules that ask for it."""
-        if function not in self._cached:
-            self._cached[function] = function(self)
-        return self._cached[function]  # type: ignore[no-any-return]
-
     @cached_property
     def sums(self) -> Array:
         """``[n]``: of the values of each site."""
@@ -227,12 +227,13 @@ class Step:
         """``[n]``: whether a site is of the model itself, and of none of its modules."""
         return self._sites.is_of_model
 
-    def partner(self, kind: str, other: str) -> Counts:
+    def partner(self, kind: str, other: str, key: str = "", other_key: str = "") -> Counts:
         """``[n]``: of each site of a kind, the id of that of another kind with the same name; -1 without one.
 
-        ``step.partner("param_update", "param")``, ``step.partner("output", "grad_output")``.
+        ``step.partner("output", "grad_output")``. With a key, of sites whose name ends with it ("*": any), that of the
+        same module, or with another key in it: ``step.partner("param_grad", "grad_output", "bias")``.
         """
-        return self._sites.partner(kind, other)
+        return self._sites.partner(kind, other, key, other_key)
 
     @cached_property
     def calls(self) -> Counts:

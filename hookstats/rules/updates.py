@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hookstats.rules.engine import rule
-from hookstats.rules.finding import Finding
-from hookstats.rules.formatting import number
+from hookstats.rules.engine import Ill, rule
 from hookstats.rules.history import middle
 from hookstats.rules.memory import Memory
 from hookstats.rules.step import Mask, Step, is_bias
@@ -24,7 +22,7 @@ def update_ratio(
     worse: float = 0.1,
     begun: float = 1e-5,
     values: int = 64,
-) -> list[Finding] | None:
+) -> list[Ill] | None:
     """An optimizer's step changes a parameter too much: mean |update| over mean |parameter| (warning).
 
     About 1e-3 is usual, far above 1e-2 is bad (bo-ke/llm-internal-medicine, docs/optim_update.md): a parameter is ill
@@ -70,33 +68,32 @@ def update_ratio(
         return []
     ratios = np.divide(means, sizes, out=np.zeros(len(means)), where=measured & (sizes > 0))
     too_large = (ratios > ratio) & ~unsized
-    lasting = streak.push(step.number, too_large, measured, consecutive_steps)
+    lasting, found = streak.push(step.number, too_large, measured, consecutive_steps), list[Ill]()
 
-    def finding(site: int, at: int, value: float, severity: str, is_whole: bool) -> Finding:
-        since = "so that nothing is left of what it was" if is_whole else f"for {consecutive_steps} measured steps"
-        if severity == "note":
-            advice = "The loss has not suffered, so nothing needs to be done; about 0.001 is usual later on."
+    def say(site: int, at: int, value: float, is_note: bool, is_whole: bool) -> None:
+        text = "a step changes {name} by {value} of its size, "
+        text += "so that nothing is left of what it was" if is_whole else f"for {consecutive_steps} measured steps"
+        if is_note:
+            text += ". The loss has not suffered, so nothing needs to be done; about 0.001 is usual later on."
         else:
-            advice = "About 0.001 is usual. Lower its learning rate, or warm it up longer."
-            if losses:
-                since += f", and the loss {'went up' if is_whole else 'does not come down'}"
-        sentence = f"a step changes {step.sites[site].name} by {number(value)} of its size, {since}. {advice}"
+            text += f", and the loss {'went up' if is_whole else 'does not come down'}" if losses else ""
+            text += ". About 0.001 is usual. Lower its learning rate, or warm it up longer."
         began, threshold = (at, whole) if is_whole else (int(streak.since[site]), ratio)
-        return step.finding("update-ratio", site, value, threshold, severity, sentence, at, began)
+        severity = "note" if is_note else "warning"
+        found.append(Ill(True, text, value, threshold, severity, since=began, site=site, at=at))
 
-    found = list[Finding]()
     for site in step.in_order(too_large & (lasting | (ratios > whole))):
         value = float(ratios[site])
         if value > whole:
             rewritten[site] = step.number, value
-            found.append(finding(site, step.number, value, "note" if losses else "warning", True))
+            say(site, step.number, value, bool(losses), True)
         else:
             came_down = _before(losses, step.number) < _before(losses, int(streak.since[site]))
-            found.append(finding(site, step.number, value, "note" if came_down else "warning", False))
+            say(site, step.number, value, came_down, False)
     for site, (at, value) in list(rewritten.items()):
         went_up = _went_up(losses, at, worse)
         if went_up:
-            found.append(finding(site, at, value, "warning", True))
+            say(site, at, value, False, True)
         if went_up or step.number >= at + _AFTER:
             del rewritten[site]
     going_on = streak.since[streak.lengths > 0].tolist() if streak.goes_on else []

@@ -36,8 +36,8 @@ MUTANTS = [
     Mutant(
         "a loss far below its level is a jump",
         "hookstats/rules/spikes.py",
-        "if known is None and not value > limit:",
-        "if known is None and not value < limit:",
+        "if not value > limit or value - level < least:",
+        "if not value < limit or value - level < least:",
         "tests/rules/test_spikes.py",
     ),
     Mutant(
@@ -57,8 +57,8 @@ MUTANTS = [
     Mutant(
         "a norm that does not run is said to stand still",
         "hookstats/rules/buffers.py",
-        "judged[means] = runs & bool(step.grad_norm)",
-        "judged[means] = True",
+        "judged = is_mean & runs & bool(step.grad_norm)",
+        "judged = is_mean",
         "tests/rules/test_buffers.py",
     ),
     Mutant(

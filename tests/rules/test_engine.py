@@ -184,20 +184,28 @@ def test_what_is_no_state_is_refused(bad: Any) -> None:
         Judge().restore(bad)
 
 
-def test_the_bounds_of_a_window_hold_its_median_whatever_comes() -> None:
+def test_the_median_of_a_window_is_that_of_its_values_as_of_some_steps_ago() -> None:
     generator = np.random.default_rng(0)
-    window, apart = Window(40, min_history=5), 0
+    window, pushed, ages = Window(40, min_history=5), list[list[list[float]]](), list[int]()
     for step in range(300):
         sites = 3 if step < 30 else 6
-        median, (low, high) = window.median(sites), window.bounds(sites)
-        known = ~np.isnan(median)
-        assert not np.isnan(low[known]).any()
-        assert (low[known] <= median[known]).all()
-        assert (median[known] <= high[known]).all()
-        apart += int((low < high).sum())
-        scale = 10.0 ** (step // 60)
-        window.push(scale * generator.standard_normal(sites), np.flatnonzero(generator.random(sites) < 0.8))
-    assert apart > 0
+        pushed.append([[] for _ in range(6)] if not pushed else [list(each) for each in pushed[-1]])
+        median = window.median(sites, is_exact=False)
+        assert np.isnan(median[[len(each) < 5 for each in pushed[-1][:sites]]]).all()
+
+        def expected(values: list[float]) -> float:
+            return sorted(values[-40:])[(min(len(values), 40) - 1) // 2] if len(values) >= 5 else math.nan
+
+        of = [[expected(each) for each in before[:sites]] for before in pushed[-17:]]  # of each of the last steps
+        ages.append(min(age for age, each in enumerate(of[::-1]) if np.array_equal(median, each, equal_nan=True)))
+        if step % 50 == 49:
+            assert np.array_equal(window.median(sites), of[-1], equal_nan=True)
+        values, ids = generator.standard_normal(sites), np.flatnonzero(generator.random(sites) < 0.8)
+        window.push(values, ids)
+        for site in ids.tolist():
+            pushed[-1][site].append(float(values[site]))
+    assert max(ages[:20]) <= 3  # an eighth of what there is
+    assert 0 < max(ages) < 16
 
 
 def test_a_course_keeps_what_it_would_compute_from_all_of_its_values() -> None:

@@ -60,7 +60,7 @@ def test_a_layer_that_no_optimizer_has_is_named() -> None:
     found = only(run(model, optimizer), "unchanged-parameters")
     assert [site.name for site in found.sites] == ["2.weight", "2.bias"]
     assert (found.step, found.since, found.severity) == (20, 1, "warning")
-    assert found.sentence.startswith("2.weight, 2.bias never change, although gradients arrive and other parameters")
+    assert found.sentence.startswith("2.weight, 2.bias never changed, although gradients arrive and other parameters")
 
 
 @pytest.mark.parametrize("kind", ["another model", "learning rate"])
@@ -142,7 +142,7 @@ def test_a_detach_in_forward_is_found_where_it_is() -> None:
     model = Cut()
     found = only(run(model, sgd(model.parameters())), "missing-gradients")
     assert {site.name for site in found.sites} == {"one.weight", "one.bias", "two.weight", "two.bias"}
-    assert "the way back from the loss ends between two and three" in found.sentence
+    assert "The way back from the loss ends between two and three" in found.sentence
     healthy = Cut(False)
     assert told(run(healthy, sgd(healthy.parameters()))) == []
 

@@ -141,7 +141,10 @@ def test_pixels_that_were_divided_by_255_twice_are_too_small() -> None:
     pixels = [x.abs() for x in batches(8, scale=0.3)]
     (found,) = of_input(unscaled_input, [x / 255 for x in pixels])
     assert "scaled twice, or not at all" in found.sentence
+    black = [torch.where(x > 0.3, x.clamp(max=1), 0) for x in pixels]  # most of them are
+    assert len(of_input(unscaled_input, [x / 255 for x in black])) == 1
     assert of_input(unscaled_input, pixels) == []
+    assert of_input(unscaled_input, black) == []
     sparse = [torch.where(x > 2, x, 0) / 200 for x in batches(8)]  # counts of words
     assert of_input(unscaled_input, sparse) == []
 

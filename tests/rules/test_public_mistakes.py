@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.illnesses import public_healthy, public_mistakes  # noqa: F401, they register themselves
+from benchmarks.illnesses import public_healthy, public_mistakes, twins  # noqa: F401, they register themselves
 from benchmarks.illnesses.healthy import HEALTHY
 from benchmarks.illnesses.training import ILL, run, seeded
 from hookstats import Snapshot, attach
@@ -66,6 +66,8 @@ NAMED = [
         "the sample of the buffer inv_freq was never computed",
     ),
     ("batch_norms_without_momentum", "resnet", "still-statistics", "warning", "are 0 and 1 as at the beginning"),
+    ("a_branch_whose_gate_is_zero", "mlp", "missing-gradients", "warning", "only a gradient that is 0"),
+    ("pixels_that_are_divided_by_255_twice", "mlp", "unscaled-input", "note", "scaled twice, or not at all"),
     ("a_momentum_above_1", "resnet", "runaway-statistics", "warning", "no variance is below 0"),
     ("activations_that_a_norm_hides", "resnet", "runaway-statistics", "warning", "1.norm1.running_mean runs away"),
 ]  # fmt: skip
@@ -104,6 +106,7 @@ TWINS = {
         "pixels_up_to_255_behind_batch_norms.resnet", "batch_norms_that_are_frozen_after_a_while.resnet",
     ],
     "vanishing-gradients": ["an_actor_and_a_critic.mlp"],
+    "missing-gradients": ["a_branch_whose_gate_opens_slowly.mlp"],
 }  # fmt: skip
 
 
@@ -115,9 +118,15 @@ def test_a_healthy_twin_sets_off_no_alarm_and_is_told_nothing_of_its_fault_not_e
     assert [str(each) for each in found if name in TWINS.get(each.rule, ())] == []
 
 
-def test_norms_that_are_clipped_now_and_then_are_a_note_at_most() -> None:
-    found = of_healthy("gradients_that_are_unscaled_and_then_clipped.mlp")
-    assert {each.severity for each in found if each.rule == "clipped-gradients"} <= {"note"}
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("gradients_that_are_unscaled_and_then_clipped.mlp", "clipped-gradients"),
+        ("a_head_that_is_multiplied_by_zero.mlp", "missing-gradients"),
+    ],
+)
+def test_what_may_be_meant_is_a_note_at_most(name: str, rule: str) -> None:
+    assert {each.severity for each in of_healthy(name) if each.rule == rule} <= {"note"}
 
 
 def test_one_row_that_is_not_finite_is_no_matter_of_weights() -> None:

@@ -1,0 +1,257 @@
+"""More mistakes that people have described in public, each beside its healthy twin: in the seen half."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, mse_loss, nll_loss
+
+from benchmarks.illnesses.healthy import HEALTHY, healthy
+from benchmarks.illnesses.training import Setup, ill, sgd
+from tests.rules.fleet.models import Recurrent, layers
+
+_BEFORE = set(HEALTHY)
+
+
+class _Of(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+# Data
+
+
+@ill("input-shift", on=("mlp", "cnn"), began=57)
+def one_batch_of_zeros(setup: Setup) -> None:
+    setup.damage = lambda step, x, y: (x * (step != 57), y)
+
+
+@healthy("lstm")
+def a_state_that_begins_at_zero_now_and_then(setup: Setup) -> None:
+    """The state is an input of the model, and 0 at the beginning of each text."""
+    state: Any = None
+
+    def step(number: int) -> torch.Tensor:
+        nonlocal state
+        x, y = setup.data(number)
+        if number % 15 == 0:
+            state = (torch.zeros(1, len(x), 48), torch.zeros(1, len(x), 48))
+        setup.optimizer.zero_grad()
+        out, state = setup.model(x, state)
+        state = tuple(each.detach() for each in state)
+        loss = cross_entropy(out.flatten(0, 1), y.flatten())
+        loss.backward()
+        setup.optimizer.step()
+        return loss.detach()
+
+    setup.model, setup.own_step = Recurrent(nn.LSTM), step
+
+
+@ill("unscaled-input", on=("mlp", "cnn"))
+def pixels_that_are_divided_by_255_twice(setup: Setup) -> None:
+    setup.damage = lambda step, x, y: (x / 255, y)
+
+
+class _Masked(nn.Module):
+    """Attention over the 16 patches of an image; the mask is added to its logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.qkv, self.head = nn.Linear(4, 32), nn.Linear(32, 96), nn.Linear(32, 10)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.inside(x.view(-1, 16, 4))).chunk(3, -1)
+        out: torch.Tensor = self.head(((q @ k.mT / 32**0.5 + mask).softmax(-1) @ v).mean(1))
+        return out
+
+
+@healthy("mlp")
+def a_mask_of_the_smallest_number(setup: Setup) -> None:
+    """It is an input of the model, and not always the same."""
+    setup.model = model = _Masked()
+
+    def step(number: int) -> torch.Tensor:
+        x, y = setup.data(number)
+        mask = torch.full((16, 16), torch.finfo(torch.float32).min).triu(1 + number % 3)
+        setup.optimizer.zero_grad()
+        loss = cross_entropy(model(x, mask), y)
+        loss.backward()
+        setup.optimizer.step()
+        return loss.detach()
+
+    setup.own_step = step
+
+
+@ill("constant-input", on=("mlp", "cnn"))
+def a_loader_that_gives_one_batch(setup: Setup) -> None:
+    batch = setup.data(0)
+    setup.data = lambda step: batch
+
+
+# Values that are not finite
+
+
+def _standardised(setup: Setup, eps: float) -> None:
+    """Each row by its deviation; one of step 60 holds one value."""
+
+    def by_row(x: torch.Tensor) -> torch.Tensor:
+        return (x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + eps)
+
+    setup.model = nn.Sequential(nn.Linear(64, 64, bias=False), _Of(by_row), *layers(64, 64, 10))
+
+    def damage(step: int, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x.clone()
+        x[5] *= step != 60
+        return x, y
+
+    setup.damage = damage
+
+
+@ill("nonfinite", on=("mlp",), where="1", began=60)
+def a_row_that_is_divided_by_zero(setup: Setup) -> None:
+    _standardised(setup, 0.0)
+
+
+@healthy("mlp")
+def a_row_that_is_divided_by_nearly_zero(setup: Setup) -> None:
+    _standardised(setup, 1e-5)
+
+
+@ill("nonfinite", on=("mlp",))
+def a_logarithm_behind_a_relu(setup: Setup) -> None:
+    """From the first step on, where no mask would be."""
+    setup.model = nn.Sequential(*setup.model, nn.ReLU(), _Of(torch.log))
+    setup.loss = nll_loss
+
+
+@healthy("mlp")
+def a_logarithm_of_what_is_clamped(setup: Setup) -> None:
+    setup.model = nn.Sequential(*setup.model, nn.Softmax(-1), _Of(lambda x: x.clamp(1e-6).log()))
+    setup.loss = nll_loss
+
+
+@ill("outlier-channels", on=("gpt",))
+def a_channel_that_is_enormous_in_every_block(setup: Setup) -> None:
+    """Of the residual stream, which runs through all of them."""
+    model: Any = setup.model
+    with torch.no_grad():
+        model.tokens.weight[:, 3] = 1e3
+
+
+# What does not learn
+
+
+class _Gated(nn.Module):
+    def __init__(self, gate: Callable[[], float]) -> None:
+        super().__init__()
+        self.body, self.branch, self.head = layers(64, 64), layers(64, 64, 64), nn.Linear(64, 10)
+        self.gate = gate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(x).relu()
+        out: torch.Tensor = self.head(hidden + self.gate() * self.branch(hidden))
+        return out
+
+
+@ill("missing-gradients", on=("mlp",), where="branch")
+def a_branch_whose_gate_is_zero(setup: Setup) -> None:
+    """Its parameters get gradients, and these are 0 in every step."""
+    setup.model = _Gated(lambda: 0.0)
+
+
+@healthy("mlp")
+def a_branch_whose_gate_opens_slowly(setup: Setup) -> None:
+    calls = [0]
+
+    def gate() -> float:
+        calls[0] += 1
+        return min(calls[0] / 50, 1.0)
+
+    setup.model = _Gated(gate)
+
+
+class _TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.classes, self.pixels = layers(64, 64, 64), nn.Linear(64, 10), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.body(x).relu()
+        return self.classes(hidden), self.pixels(hidden)
+
+
+def _with_weight(setup: Setup, weight: Callable[[int], float]) -> None:
+    setup.model = model = _TwoHeads()
+
+    def step(number: int) -> torch.Tensor:
+        x, y = setup.data(number)
+        setup.optimizer.zero_grad()
+        classes, pixels = model(x)
+        loss = cross_entropy(classes, y) + weight(number) * mse_loss(pixels, x)
+        loss.backward()
+        setup.optimizer.step()
+        return loss.detach()
+
+    setup.own_step = step
+
+
+@healthy("mlp")
+def a_head_that_is_multiplied_by_zero(setup: Setup) -> None:
+    """So that every parameter has a gradient, which some reductions over ranks want."""
+    _with_weight(setup, lambda step: 0.0)
+
+
+@healthy("mlp")
+def a_loss_that_is_added_later(setup: Setup) -> None:
+    _with_weight(setup, lambda step: float(step >= 60))
+
+
+class _Mixture(nn.Module):
+    """Each row goes to one of eight experts."""
+
+    def __init__(self, bias: float, balance: float) -> None:
+        super().__init__()
+        self.body, self.router = layers(64, 32), nn.Linear(32, 8)
+        self.experts, self.head = nn.ModuleList(nn.Linear(32, 32) for _ in range(8)), nn.Linear(32, 10)
+        self.balance = balance
+        with torch.no_grad():
+            self.router.bias[0] += bias
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.body(x).relu()
+        weights = self.router(hidden).softmax(-1)
+        chosen, out = weights.argmax(-1), torch.zeros_like(hidden)
+        for i, expert in enumerate(self.experts):
+            rows = (chosen == i).nonzero().squeeze(1)
+            if len(rows):
+                out = out.index_copy(0, rows, weights[rows, i : i + 1] * expert(hidden[rows]))
+        shares = torch.stack([(chosen == i).float().mean() for i in range(8)])
+        return self.head(hidden + out), self.balance * 8 * (shares * weights.mean(0)).sum()
+
+
+def _mixed(setup: Setup, bias: float, balance: float) -> None:
+    setup.model = _Mixture(bias, balance)
+    setup.make_optimizer = sgd(0.03)
+    setup.loss = lambda out, y: cross_entropy(out[0], y) + out[1]
+
+
+@ill("expert-load", on=("mlp",), where="experts")
+def a_router_that_chooses_one_expert(setup: Setup) -> None:
+    _mixed(setup, 10.0, 0.0)
+
+
+@healthy("mlp")
+def a_router_that_is_balanced(setup: Setup) -> None:
+    _mixed(setup, 0.0, 0.1)
+
+
+TWINS = frozenset(HEALTHY) - _BEFORE
