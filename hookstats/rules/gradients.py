@@ -161,9 +161,9 @@ def vanishing_gradients(
     over = _over_depth(step, memory, depth, consecutive_steps, text)
     if over is not None and over.where:
         zero = [site for site in step.ordered("output") if has_zero_weights(step, site)]
+        over.words = {**over.words, "zero": step.names_of(zero)}
         over.say = text + (
-            f"All weights of {step.names_of(zero)} are 0, and let nothing through: initialise those of norms with 1, "
-            "others at random."
+            "All weights of {zero} are 0, and let nothing through: initialise those of norms with 1, others at random."
             if zero
             else "Use ReLU or GELU instead of sigmoid and tanh, normalise, or add residual connections."
         )

@@ -50,12 +50,13 @@ def nonfinite(step: Step, memory: Memory, overflows: int = 16) -> list[Ill]:
         )
         if masks:
             text = (
-                f"the loss is {{loss}}, and of the watched tensors {tensor_of(step.sites[masks[0]])} holds -Inf, as it "
-                "has from its first step on. If that is no mask, it began there: look for a logarithm of 0 (clamp "
-                "before it, or use log_softmax). Else it began in the loss.{also}"
+                "the loss is {loss}, and of the watched tensors {mask} holds -Inf, as it has from its first step on. "
+                "If that is no mask, it began there: look for a logarithm of 0 (clamp before it, or use log_softmax). "
+                "Else it began in the loss.{also}"
             )
         loss = step.scalars.get("loss", math.nan)
         words = {"loss": str(loss), "also": _also(step, memory)}
+        words |= {"mask": tensor_of(step.sites[masks[0]])} if masks else {}
         found = [Ill(True, text, loss, 0, "critical", at=memory["lost"], words=words)]
     elif lost:
         at, loss = lost[0]

@@ -61,6 +61,22 @@ def test_a_rule_is_told_of_sites_that_are_ill_for_long_enough_and_since_when() -
     assert judge(taken, [large_outputs(value=30.0)]) == []
 
 
+def test_a_sentence_is_filled_with_the_numbers_of_its_site_whatever_the_sites_are_called() -> None:
+    @rule(of="output")
+    def tells(step: Step, together: int = 0) -> Ill:
+        largest = step.totals.abs_max
+        words = {"half": largest / 2, "who": lambda told: f"{{{told}}}", "where": "{tensor}", "share": 0.125}
+        say = "{tensor}, {name}: {value} > {threshold} since {since}, {half}, {who}, {where}, {share:%}"
+        say = "{names}: {value}, {who}" if together else say
+        return Ill(largest > 2, say, largest, 2, steps=2, together=bool(together), words=words)
+
+    taken = steps([{"a": 1, "b{0}": 20000, "c": 3}] * 2)
+    assert [each.sentence for each in judge(taken, [tells])] == [
+        "the output of b{0}, b{0}: 20,000 > 2 since 0, 10,000, {1}, {tensor}, 12 % The same holds at 1 other site: c."
+    ]
+    assert [each.sentence for each in judge(taken, [tells(together=1)])] == ["b{0}, c: 20,000, {[1, 2]}"]
+
+
 def test_what_is_said_of_all_sites_together_lists_them_in_order_of_execution() -> None:
     (found,) = judge(steps([{"a": 1, "b": 20, "c": 30}]), [large_together])
     assert (found.sentence, found.value, found.severity) == ("2 of them", 20, "note")
