@@ -40,17 +40,7 @@ class BlockFit(NamedTuple):
     standard_error: float  # of both ends of lost, since only some blocks are counted; 0 where all are
 
 
-class BlockFits(NamedTuple):
-    """The effect on many tensors, arrays ``[k]``."""
-
-    ids: Counts
-    least: Array
-    most: Array
-    nonfinite: Array
-    standard_error: Array
-
-
-def block_fits(step: Step, chosen: Mask, name: str) -> BlockFits:
+def block_fits(step: Step, chosen: Mask, name: str) -> list[BlockFit]:
     """Return the effect on those of the chosen sites that have blocks of this format's size, not all of them 0."""
     format = BLOCK_FORMATS[name]
     fits = isinstance(step.bins, ExponentBins) and step.bins.block == format.block
@@ -77,7 +67,9 @@ def block_fits(step: Step, chosen: Mask, name: str) -> BlockFits:
     least = np.maximum(surely.sum(1) - unsure, 0) if name == "nvfp4" else surely.sum(1)
     whole = values.sum(1)
     most = np.minimum(maybe.sum(1) + unsure, whole)
-    return BlockFits(ids, least / whole, most / whole, largest[:, -1] / largest.sum(1), error)
+    columns = (ids, least / whole, most / whole, largest[:, -1] / largest.sum(1), error)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    return [BlockFit(step.sites[i], name, (low, high), bad, off) for i, low, high, bad, off in rows]
 
 
 def _standard_errors(lost: Counts, values: Counts, counted: Array) -> Array:

@@ -78,10 +78,7 @@ def fit(measured: Snapshot | StepFrame, format: str) -> list[Fit] | list[BlockFi
         size = BLOCK_FORMATS[format].block
         if not isinstance(step.bins, ExponentBins) or step.bins.block != size:
             raise ValueError(f"{format}: expected sites measured with ExponentBins(block={size}), got {step.bins}")
-        found = block_fits(step, step.calls > 0, format)
-        lists = (column.tolist() for column in found)
-        rows = zip(*lists, strict=True)
-        return [BlockFit(step.sites[i], format, (least, most), bad, off) for i, least, most, bad, off in rows]
+        return block_fits(step, step.calls > 0, format)
     values = _Magnitudes(step, step.calls > 0)
     rows = zip(values.ids.tolist(), *(column.tolist() for column in values.fit(FORMATS[format])), strict=True)
     return [Fit(step.sites[i], format, under, (low, high), scale, best) for i, under, low, high, scale, best in rows]
@@ -201,10 +198,9 @@ def _with_blocks(step: Step, site: int) -> str:
         return ""
     told, chosen = list[str](), np.arange(len(step.sites)) == site
     for name in (name for name, format in BLOCK_FORMATS.items() if format.block == step.bins.block):
-        for _, least, most, _, error in zip(
-            *(column.tolist() for column in block_fits(step, chosen, name)), strict=True
-        ):
-            share = percent(least) if least == most else f"{percent(least)} to {percent(most)}"
-            told.append(f"{share}{f' ± {percent(error)}' if error else ''} in {name}")
+        for each in block_fits(step, chosen, name):
+            least, most = map(percent, each.lost)
+            error = f" ± {percent(each.standard_error)}" if each.standard_error else ""
+            told.append(f"{least if each.lost[0] == each.lost[1] else f'{least} to {most}'}{error} in {name}")
     along = "last dimension" if step.bins.block_dim == -1 else "other dimensions"
     return f" With a scale for each block of {step.bins.block} along the {along}: {', '.join(told)}." if told else ""
