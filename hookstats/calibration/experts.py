@@ -66,7 +66,7 @@ def _keys(module: nn.Module) -> list[str]:
 
 
 class ShownRows(TorchFunctionMode):
-    """Inside, each product with an expert's weight shows the monitor what that expert is given.
+    """Shows the monitor what each expert is given, by the products with its weight, while it is entered.
 
     It is seen where the weight of one expert is a view of the parameter, and where all experts' are multiplied with
     rows that lie side by side, expert after expert. Where weights are gathered first, or every expert is given every

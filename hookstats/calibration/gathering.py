@@ -104,7 +104,7 @@ def calibrate(
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in evaluation mode, and runs eagerly; then each module is in the mode in which it was."""
+    """Put the model into evaluation mode, and run it eagerly; then put each module back into its mode."""
     flags = [(module, module.training) for module in model.modules()]
     with torch.compiler.set_stance("force_eager"):
         try:

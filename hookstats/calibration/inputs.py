@@ -62,7 +62,7 @@ class InputStats:
         return float(Density(self.magnitudes, edges, np.zeros(1), high, zeros).quantile(q)[0])
 
     def bits(self) -> tuple[bytes, ...]:
-        """All of it, to be compared bit for bit."""
+        """Return all of it as bytes, to be compared bit for bit."""
         return tuple(np.asarray(getattr(self, field.name)).tobytes() for field in fields(self))
 
     def merge(self, other: InputStats) -> InputStats:

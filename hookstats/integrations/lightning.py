@@ -65,7 +65,7 @@ class HookStats(Attached, *_callbacks()):  # type: ignore[misc]
         self._begin_batch()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Behind all backwards, and before Lightning clips; a fused optimizer that unscales itself is never clipped."""
+        """Measure gradients before Lightning clips. A fused optimizer that unscales itself is never clipped."""
         self._note_learning_rate(optimizer)
         unscales = getattr(optimizer, "_step_supports_amp_scaling", False)
         if self._before_clipping and self.monitor is not None and not unscales:
@@ -80,7 +80,7 @@ class HookStats(Attached, *_callbacks()):  # type: ignore[misc]
         self._end_batch()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Behind a batch that ``on_train_batch_start`` of the module has refused, which has no end."""
+        """End a batch that the module's ``on_train_batch_start`` has refused: it has no end of its own."""
         self._end_batch()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

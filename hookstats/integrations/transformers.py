@@ -73,12 +73,12 @@ class HookStats(Attached, TrainerCallback):  # type: ignore[misc]
         self._begin_batch()
 
     def before_backward(self, loss: Any) -> None:
-        """Called with what `accelerate` is given to go backward from."""
+        """Note the loss that `accelerate` is given to go backward from."""
         if self._is_in_step:
             self._add_loss(loss)
 
     def before_gradients_are_clipped(self) -> None:
-        """Called when they are unscaled."""
+        """Measure the gradients when they are unscaled."""
         if self._is_in_step and self._before_clipping and self.monitor is not None:
             self.monitor.measure_gradients()
             self._are_gradients_read = True

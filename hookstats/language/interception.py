@@ -169,7 +169,7 @@ def _show(q: Any, k: Any, mask: Any, is_causal: bool, scale: float | None, softc
 
 
 class _Unseen:
-    """Inside, the innermost module shows nothing more: what runs there is what was shown."""
+    """Hides what runs inside from the innermost module: it was shown already."""
 
     def __enter__(self) -> None:
         self._hidden: list[Entering] = []

@@ -95,7 +95,7 @@ _operator = operator(
 
 
 def _all_of(numbers: torch.Tensor, there: torch.Tensor) -> Rows:
-    """All rows of ``[..., 1]`` or ``[1, ...]``; none where nothing is there, 0 instead of 1."""
+    """Return the numbers of all rows of ``[..., 1]`` or ``[1, ...]``, and how many count: none where `there` is 0."""
     shape = numbers.shape[:-1]
     return torch.arange(shape.numel(), dtype=torch.int32, device=numbers.device).reshape(shape), there * shape.numel()
 

@@ -246,7 +246,7 @@ def attention_rows(
 
 
 def checked(q: Any, k: Any, mask: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """All of four dimensions. TypeError, ValueError for what cannot be the attention of q and k."""
+    """Return q, k and mask with four dimensions. TypeError, ValueError for what cannot be the attention of q and k."""
     problem = problem_of(q, k, mask)
     if problem is not None:
         raise problem
@@ -261,7 +261,7 @@ def checked(q: Any, k: Any, mask: Any) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 def problem_of(q: Any, k: Any, mask: Any) -> Exception | None:
-    """Why they are no attention. Can be traced."""
+    """Return the error that says why they are no attention; None: they are. Can be traced."""
     heads, key_heads = (1, 1) if q.dim() == k.dim() == 3 else (q.shape[-3:-2].numel(), k.shape[-3:-2].numel())
     if q.dim() < 3 or k.dim() != q.dim() or q.shape[-1] != k.shape[-1] or q.shape[:-3] != k.shape[:-3]:
         return ValueError(

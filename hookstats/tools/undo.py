@@ -143,7 +143,7 @@ def bare(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def without_statistics(model: nn.Module) -> Iterator[None]:
-    """Our own hooks that measure, off for a while; edits stay, which are part of what the model computes."""
+    """Take our measuring hooks off for a while. Edits stay: they are part of what the model computes."""
     kept = []
     for module in model.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
