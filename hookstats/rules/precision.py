@@ -174,10 +174,8 @@ def low_precision_fit(
             it = "this layer" if len(sites) == 1 else "these layers"
             others = f" The same holds for {len(sites) - 1} more of the {several}." if len(sites) > 1 else ""
             if numbers is reached:
-                text = (
-                    "{tensor} reaches {value}, beyond float16's 65504: in float16 it would be infinite.{others} Keep "
-                )
-                text += "{it} in bfloat16 or float32."
+                text = "{tensor} reaches {value}, beyond float16's 65504: in float16 it would be infinite.{others} "
+                text += "Keep {it} in bfloat16 or float32."
             else:
                 text = "cast to a lower precision at its best scale, {tensor} would lose to 0 of its values: {losses}."
                 text += "{blocks}{others} Leave {it} out where you quantise, or give a scale per channel or block."
