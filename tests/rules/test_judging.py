@@ -146,6 +146,20 @@ def test_findings_are_collected_and_told(caplog: pytest.LogCaptureFixture) -> No
         ]
 
 
+def test_notes_are_summed_up_every_1000_steps_and_at_the_end_where_they_are_heard(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    notes = Recorder(lambda step: [Found("note", f"of step {step}")] if step in (200, 600, 1200) else [])
+    net = model()
+    with caplog.at_level(logging.WARNING, "hookstats"), hookstats.attach(net, every=200, sinks=notes) as monitor:
+        train(net, monitor, 1100)
+        first = [record.getMessage() for record in caplog.records]
+        train(net, monitor, 200)
+    assert first == ["2 notes, the first of them (all are in monitor.findings): note: of step 200"]
+    said = [(record.levelno, record.getMessage()) for record in caplog.records[1:]]
+    assert said == [(logging.WARNING, "a note (all are in monitor.findings): note: of step 1200")]
+
+
 def test_raise_ends_training_for_what_is_critical_and_for_nothing_else() -> None:
     net = model()
     finds = lambda step: [Found("critical" if step == 2 else "warning", f"found in {step}")]  # noqa: E731
