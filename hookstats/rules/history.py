@@ -57,7 +57,8 @@ class Window:
         if is_exact or self._left <= 0 or len(self._medians) < sites:
             self._grow(sites)
             counts = np.minimum(self._pushed, self._length)
-            self._left = min(_REFRESH, -(-int(counts.max(initial=0)) // 8))
+            most = int(counts.max(initial=0))
+            self._left = min(_REFRESH, -(-most // 8)) if most > self._min_history else 1
             self._medians = np.full(len(counts), np.nan)
             for count in np.unique(counts[counts >= self._min_history]).tolist():
                 rows, middle = counts == count, (count - 1) // 2
