@@ -52,7 +52,7 @@ def nonfinite(step: Step, memory: Memory, overflows: int = 16) -> list[Ill]:
             text = (
                 "the loss is {loss}, and of the watched tensors {mask} holds -Inf, as it has from its first step on. "
                 "If that is no mask, it began there: look for a logarithm of 0 (clamp before it, or use log_softmax). "
-                "Else it began in the loss.{also}"
+                "Else it began in the loss{also}."
             )
         loss = step.scalars.get("loss", math.nan)
         words = {"loss": str(loss), "also": _also(step, memory)}
@@ -119,8 +119,8 @@ def _of_tensor(step: Step, memory: Memory, place: int, bad: float, overflows: in
         advice += f" The GradScaler has now skipped {skipped} measured steps in a row."
     if step.is_sampled:
         advice += " Some rows alone were read: it may have begun earlier, in a row that was not."
-    words["advice"] = advice + _also(step, memory)
-    text += ", the first in this step. {advice} Go back to a checkpoint before it."
+    words |= {"advice": advice, "also": _also(step, memory)}
+    text += ", the first in this step{also}. {advice} Go back to a checkpoint before it."
     severity = "warning" if kind.of == "buffer" else "critical"  # all else is finite
     return Ill(True, text, bad, 0, severity, site=first, words=words)
 
@@ -132,21 +132,21 @@ def _in_between(step: Step, memory: Memory) -> str:
     if first >= step.number or latest != memory.get("clean"):
         return ""
     steps = f"step {first} was" if first == step.number - 1 else f"steps {first} to {step.number - 1} were"
-    where = "It may have begun in any of them"
+    where = "It may have begun before this step"
     if lost is not None and lost < step.number:
         where = f"It began in step {lost}, in which the loss was not finite any more, or just before"
     return (
-        f"{where}: {steps} not measured, and so it may have been in forward, in the loss, in backward or in the "
-        "optimizer, and in any layer. To see where, begin again from a checkpoint before it with every=1."
+        f"{where}: {steps} not measured, and it may have been in any layer, in the loss or in the optimizer. To see "
+        "where, begin again from an earlier checkpoint with every=1."
     )
 
 
 def _also(step: Step, memory: Memory) -> str:
+    """Return since when the loss is not finite, and when all was, to be added to a sentence."""
     text, lost, clean = "", memory["lost"], memory.get("clean")
     if lost is not None:
-        text = " The loss is not finite, either"
-        text += "." if lost == step.number else f", since step {lost}."
-    return text if clean is None else f"{text} In step {clean} everything was finite."
+        text = "; the loss is not finite, either" + ("" if lost == step.number else f", since step {lost}")
+    return text if clean is None else f"{text}; in step {clean} everything was finite"
 
 
 def _began(step: Step, place: int, clean: int | None) -> str:

@@ -177,10 +177,12 @@ def low_precision_fit(
                 text = "{tensor} reaches {value}, beyond float16's 65504: in float16 it would be infinite.{others} "
                 text += "Keep {it} in bfloat16 or float32."
             else:
-                text = "cast to a lower precision at its best scale, {tensor} would lose to 0 of its values: {losses}."
+                text = "a cast to a lower precision, at the best scale, would turn values of {tensor} into 0: {losses}."
                 text += "{blocks}{others} Leave {it} out where you quantise, or give a scale per channel or block."
             losses = (
-                f"{percent(share[place])} in {name} (scale 2^{best[place]})" for name, (best, share) in fits.items()
+                f"{percent(share[place])} in {name} (scale 2^{best[place]})"
+                for name, (best, share) in fits.items()
+                if share[place] > 0
             )
             words = {"losses": ", ".join(losses), "others": others, "it": it, "blocks": _with_blocks(step, worst)}
             since = int(streak.since[sites].min())

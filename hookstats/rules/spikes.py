@@ -91,10 +91,8 @@ def loss_spike(
         found.append(_jumped(memory, at, value, past.level, limit, least, has_moved))
         rising = _rising(memory, value, past if is_known else None)
         if rising:
-            text = (
-                "the {scalar} is {value}, and has gone on rising for {rising} steps: training diverges. Go back to a "
-            )
-            text, words = f"{text}checkpoint, and {_ADVICE}", {"rising": str(rising)}
+            text = "training diverges: the {scalar} has risen for {rising} steps, to {value}. Go back to a checkpoint, "
+            text, words = f"{text}and {_ADVICE}", {"rising": str(rising)}
             since = at - rising + 1
             found.append(Ill(True, text, value, max(firsts), "critical", since=since, at=at, words=words))
         past.push(value, limit)
@@ -131,7 +129,7 @@ def _jumped(
         text += "The outputs of the model changed with it: look at this batch, and at the learning rate and the "
         text += "weights; if it stays up, go back to a checkpoint before it."
     elif is_ill:
-        text += "That is above the first ones, {first}: look at this batch; if it stays up, go back to a checkpoint "
+        text += "The first steps had at most {first}: look at this batch; if it stays up, go back to a checkpoint "
         text += "before it, and lower the learning rate or clip gradients."
     else:
         text += "Where the data, the task or the target changed in this step, nothing needs to be wrong."
@@ -157,8 +155,13 @@ def _jump_ended(memory: Memory, at: int, value: float, in_logs: bool, consecutiv
         text += "{since}; if it happens again, clip gradients, or leave such batches out."
         return Ill(True, text, peak, limit, at=began, words=words)
     if not came_back and has_moved and min([*last, value][-consecutive_steps:]) > first:
-        text = "the {scalar} is {value}, and has been above the first ones for {count}, since it jumped in step "
-        text += "{since} and the outputs of the model changed: training diverges. Go back to a checkpoint, and "
+        text = (
+            "training diverges: the {scalar} jumped in step {since} and the outputs of the model changed with it; it "
+        )
+        text += (
+            "is {value} after {count}, where the first steps had at most {threshold}. Go back to a checkpoint before "
+        )
+        text += "step {since}, and "
         return Ill(True, text + _ADVICE, value, first, "critical", since=began, at=at, words=words)
     return None
 

@@ -71,8 +71,9 @@ def update_ratio(
     lasting, found = streak.push(step.number, too_large, measured, consecutive_steps), list[Ill]()
 
     def say(site: int, at: int, value: float, is_note: bool, is_whole: bool) -> None:
-        text = "a step changes {name} by {value} of its size, "
-        text += "so that nothing is left of what it was" if is_whole else f"for {consecutive_steps} measured steps"
+        text = f"{consecutive_steps} measured steps in a row changed {{name}} by {{value}} of its size each"
+        if is_whole:
+            text = f"step {at} changed {{name}} by {{value}} times its own size"
         if is_note:
             text += ". The loss has not suffered, so nothing needs to be done; about 0.001 is usual later on."
         else:

@@ -73,7 +73,8 @@ def division(step: int, out: torch.Tensor) -> torch.Tensor:
 def test_nan_in_the_data_is_said_to_be_in_the_data_where_the_input_is_watched() -> None:
     (found,) = trained(bad_at(13, 3, 7), tensors=("input", "output", "grad_output"))
     assert (found.step, found.site, found.severity) == (13, Site("0", "input"), "critical")
-    assert "1 of 256 values of the input of 0 are NaN, the first in this step. The data hold it" in found.sentence
+    assert "1 of 256 values of the input of 0 are NaN, the first in this step; " in found.sentence
+    assert ". The data hold it: nothing of the model has run before." in found.sentence
     assert "Look at this batch, at what loads and prepares it" in found.sentence
     assert "weights" not in found.sentence
 
@@ -120,14 +121,14 @@ def test_what_began_in_a_step_that_was_not_measured_is_said_to_and_not_where() -
     assert "It began in step 13, in which the loss was not finite any more, or just before" in found.sentence
     assert "steps 11 to 19 were not measured" in found.sentence
     assert "with every=1" in found.sentence
-    assert "The loss is not finite, either, since step 13. In step 10 everything was finite." in found.sentence
+    assert "; the loss is not finite, either, since step 13; in step 10 everything was finite." in found.sentence
     assert "began in forward" not in found.sentence
 
 
 def test_without_losses_between_measured_steps_it_may_have_begun_in_any_of_them() -> None:
     ok, bad = {("0", "output"): torch.ones(4, 4)}, {("0", "output"): torch.full((4, 4), math.nan)}
     (found,) = judge([step_of(0, ok), step_of(10, bad)], [nonfinite])
-    assert "It may have begun in any of them: steps 1 to 9 were not measured" in found.sentence
+    assert "It may have begun before this step: steps 1 to 9 were not measured" in found.sentence
     (found,) = judge([step_of(0, ok), step_of(2, bad)], [nonfinite])
     assert "step 1 was not measured" in found.sentence
     (found,) = judge([step_of(0, ok), step_of(1, bad)], [nonfinite])
@@ -138,7 +139,7 @@ def test_nan_that_the_loss_makes_is_said_to_begin_there() -> None:
     (found,) = trained(clean, loss_of=division)
     assert (found.step, found.site) == (13, Site("2", "grad_output"))
     assert "It began in the loss, which is not finite while all outputs are" in found.sentence
-    assert "The loss is not finite, either." in found.sentence
+    assert "; the loss is not finite, either" in found.sentence
 
 
 def test_a_loss_that_was_not_finite_between_measured_steps_and_is_again_is_told_in_its_step() -> None:

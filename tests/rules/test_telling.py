@@ -150,9 +150,9 @@ def test_the_first_tensor_with_nan_is_named_with_its_step_and_rank() -> None:
     (finding,) = [each for snapshot in snapshots for each in judging.judge(snapshot) if each.rule == "nonfinite"]
     assert (finding.step, finding.rank, finding.severity, finding.site) == (4, 3, "critical", Site("3", "output"))
     assert finding.value == 16 * 16
-    assert finding.sentence.startswith("256 of 3,072 values of the output of 3 are NaN, the first in this step. ")
+    assert finding.sentence.startswith("256 of 3,072 values of the output of 3 are NaN, the first in this step; ")
     assert "began in forward, after the output of 2, which is finite" in finding.sentence
-    assert "In step 3 everything was finite." in finding.sentence
+    assert "in step 3 everything was finite." in finding.sentence
 
 
 class Root(nn.Module):

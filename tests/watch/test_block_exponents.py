@@ -185,7 +185,7 @@ def test_low_precision_fit_tells_what_blocks_would_lose(bins: ExponentBins, told
     found = [each for each in judge(steps, [low_precision_fit]) if each.rule == "low-precision-fit"]
     assert found
     sentences = " ".join(each.sentence for each in found)
-    assert "would lose to 0" in sentences
+    assert "would turn values of " in sentences
     if told is None:
         assert "block of" not in sentences
     else:
