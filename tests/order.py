@@ -32,6 +32,7 @@ SECONDS = {
     "tools/test_probe.py": 15,
     "cuda_on_cpu/test_other_gpus.py": 10,
     "cuda_on_cpu/test_scratch.py": 10,
+    "fuzz/test_few.py": 10,
     "kernels/test_kernels.py": 10,
     "kernels/test_rows.py": 10,
     "kernels/test_unaligned.py": 10,

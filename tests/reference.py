@@ -107,7 +107,7 @@ def statistics(rows: Array) -> dict[str, Array]:
 
     `rows` is [channels, values], or [values] of one channel.
     """
-    rows = rows.reshape(-1, rows.shape[-1]).astype(np.float64)
+    rows = np.atleast_2d(rows).astype(np.float64)
     v = Finite(rows)
     with np.errstate(all="ignore"):
         found = {name: np.where(v.count >= NEEDS.get(name, 1), f(v), np.nan) for name, f in STATISTICS.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,6 @@ from hookstats.comparing import rounding
 from hookstats.numbers.fields import Array, Counts, Site, Stats
 from hookstats.numbers.frame import StepFrame
 from hookstats.numbers.kinds import kind_of
-from hookstats.numbers.site_stats import bits_of
 from hookstats.numbers.snapshot import Snapshot
 
 COUNTED = ("count", "nonfinite")  # must be the same
@@ -230,3 +229,9 @@ def _channels_of(frame: StepFrame, places: Counts, widths: Counts) -> Stats[Arra
     begins = np.cumsum(frame.sites.widths) - frame.sites.widths
     at = np.repeat(begins[places] - np.cumsum(widths) + widths, widths) + np.arange(widths.sum())
     return frame.channels.entries(at)
+
+
+def bits_of(values: Any) -> bytes:
+    """The bits of float64, with one NaN for all."""
+    array = np.asarray(values, np.float64)
+    return np.where(np.isnan(array), np.nan, array).tobytes()

@@ -1,6 +1,6 @@
 """Finds by evidence which dimension of a tensor has its channels, where the module's type does not tell.
 
-Sizes tell most: of the vectors that a module owns, of what ran before it. Pure functions of plain numbers, and `Ran`,
+Sizes tell most: of the vectors that a module owns, of what ran before it. Pure functions of sizes, and `Ran`,
 which remembers what ran. Nothing here runs in a hook whose site is settled.
 """
 
@@ -15,13 +15,6 @@ from torch import nn
 from hookstats.modules.channels import natural_channels
 
 _REMEMBERED = 1024  # shapes and widths: as many as a large model has
-
-
-class Seen(NamedTuple):
-    """A tensor as far as it matters here."""
-
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
 
 
 class Widths(NamedTuple):
@@ -85,40 +78,40 @@ class Ran:
         return (width for width in reversed(self._widths) if width > 1)
 
 
-def channel_dim_by_evidence(seen: Seen, widths: Widths, ran: Ran) -> int:
+def channel_dim_by_evidence(x: torch.Tensor, widths: Widths, ran: Ran) -> int:
     """The channel dimension of a module's output, counted from 0."""
-    ndim = len(seen.sizes)
+    ndim = len(x.shape)
     if ndim < 2 or ndim > 7:  # 7: as far as csrc/ops.h keeps apart
         return max(ndim - 1, 0)
-    if dims := _of_size(seen, widths.vectors):
-        return _likeliest(dims, seen, ran)
-    same = ran.dim_of(seen.sizes)
+    if dims := _of_size(x, widths.vectors):
+        return _likeliest(dims, x, ran)
+    same = ran.dim_of(tuple(x.shape))
     if widths.is_leaf and same is not None:
         return same
-    if dims := _of_size(seen, widths.inside):
-        return _likeliest(dims, seen, ran)
+    if dims := _of_size(x, widths.inside):
+        return _likeliest(dims, x, ran)
     if same is not None:
         return same
     for width in ran.widths():
-        if dims := [dim for dim in _of_size(seen, {width}) if dim]:
-            return _likeliest(dims, seen, ran)
+        if dims := [dim for dim in _of_size(x, {width}) if dim]:
+            return _likeliest(dims, x, ran)
     return _usual(ndim)
 
 
-def _of_size(seen: Seen, widths: Collection[int]) -> list[int]:
+def _of_size(x: torch.Tensor, widths: Collection[int]) -> list[int]:
     """The dimensions of one of these sizes; the first, mostly a batch, only where there is no other."""
-    dims = [dim for dim, size in enumerate(seen.sizes) if size in widths]
+    dims = [dim for dim, size in enumerate(x.shape) if size in widths]
     return [dim for dim in dims if dim] or dims
 
 
-def _likeliest(dims: list[int], seen: Seen, ran: Ran) -> int:
+def _likeliest(dims: list[int], x: torch.Tensor, ran: Ran) -> int:
     """The one of several dimensions, of sizes that channels may have."""
-    ndim = len(seen.sizes)
+    ndim = len(x.shape)
     if ndim > 3:
-        adjacent = [dim for dim in dims if seen.strides[dim] == 1 and dim < ndim - 1]
+        adjacent = [dim for dim in dims if x.stride()[dim] == 1 and dim < ndim - 1]
         if adjacent:  # an NHWC buffer seen as NCHW
             return adjacent[0]
-        square = [dim for dim in dims if len({seen.sizes[d] for d in range(1, ndim) if d != dim}) == 1]
+        square = [dim for dim in dims if len({x.shape[d] for d in range(1, ndim) if d != dim}) == 1]
         if len(square) == 1:
             return square[0]
     latest = ran.dim_of_ndim(ndim)
@@ -129,8 +122,3 @@ def _likeliest(dims: list[int], seen: Seen, ran: Ran) -> int:
 def _usual(ndim: int) -> int:
     """Return the usual dimension, where nothing else tells."""
     return 1 if ndim in (4, 5) else ndim - 1
-
-
-def seen_of(tensor: torch.Tensor) -> Seen:
-    """Return what evidence needs of a tensor with data."""
-    return Seen(tuple(tensor.shape), tensor.stride())

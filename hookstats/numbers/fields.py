@@ -33,7 +33,7 @@ class Skipped(NamedTuple):
     """Why tensors of a site were not measured, and how many: in a snapshot those of its step."""
 
     reason: str
-    times: int | None  # None: the site was given up, after several measured steps in which nothing could be measured
+    times: int | None  # None: the site was given up, as it can never be measured
 
     def __str__(self) -> str:
         if self.times is None:
@@ -161,7 +161,9 @@ def _per(value: Array, s: State) -> Array:
 
 
 def _var(s: State) -> Array:
-    return np.divide(s.m2, s.count - 1, out=np.full_like(s.count, np.nan), where=s.count > 1)
+    """Of equal values it is 0, whatever their mean was rounded to."""
+    m2 = np.where(s.min == s.max, 0.0, s.m2)
+    return np.divide(m2, s.count - 1, out=np.full_like(s.count, np.nan), where=s.count > 1)
 
 
 def _square_sum(s: State) -> Array:

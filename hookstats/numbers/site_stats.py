@@ -268,11 +268,6 @@ class SiteStats:
         low, high = (np.zeros_like(stats.count), stats.abs_max) if per_channel else (stats.min, stats.max)
         return Density(self.histogram.counts, self.histogram.edges, low, high, stats.zeros)
 
-    def _content(self) -> tuple[Any, ...]:
-        histogram = None if self._histogram is None else (self._bins, self._histogram.shape, self._histogram.tobytes())
-        state = (self._measured.shape, bits_of(self._measured), bits_of(self._scale))
-        return self.calls, self.channel_dim, self.group_size, self._per_channel, state, histogram
-
     def _to_dict(self) -> dict[str, Any]:
         histogram = None
         if self._histogram is not None:
@@ -320,9 +315,3 @@ def _check_number(where: str, x: object) -> None:
 def _owned(array: NDArray[_Number]) -> NDArray[_Number]:
     """The array itself where its memory is its own, else a copy: a view keeps the memory of the whole step alive."""
     return array if array.base is None else array.copy()
-
-
-def bits_of(values: Any) -> bytes:
-    """The bits of float64, with one NaN for all."""
-    array = np.asarray(values, np.float64)
-    return np.where(np.isnan(array), np.nan, array).tobytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -19,7 +20,7 @@ from hookstats.numbers.ranks import (
     drifts_to_json,
 )
 from hookstats.numbers.selection import choose
-from hookstats.numbers.site_stats import SiteStats, bits_of
+from hookstats.numbers.site_stats import SiteStats
 from hookstats.numbers.tables import aligned, html
 
 if TYPE_CHECKING:
@@ -244,17 +245,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         """
         if not isinstance(other, Snapshot):
             raise TypeError(f"equals: expected a Snapshot, got {type(other).__name__}")
-        return self._content() == other._content()
-
-    def _content(self) -> tuple[Any, ...]:
-        scale = None if self.grad_scale is None else bits_of(self.grad_scale)
-        of_steps = {**self.earlier_scalars, self.step: self.scalars}
-        scalars = [(step, list(each), bits_of(list(each.values()))) for step, each in of_steps.items()]
-        samples = [(step, ids.tolist()) for step, ids in self.sample_ids.items()]
-        step = (self.step, scalars, samples, scale, self.overflowed)
-        sites = [(site, stats._content()) for site, stats in self.items()]
-        ranks = (self.ranks, self.world_size, self.drifts, self.rows)
-        return step, ranks, self.order, list(self.skipped.items()), sites
+        return json.dumps(self.to_dict()) == json.dumps(other.to_dict())
 
     def rank_spread(self, site: tuple[str, str]) -> dict[str, Spread]:
         """The smallest and the largest value of some statistics of a site among the ranks, and the ranks that have

@@ -137,8 +137,7 @@ class Options:
 
     Args:
         strict: what cannot be measured raises. Otherwise that tensor is left out, with one warning for each site and
-            its reason in ``Snapshot.skipped``, and training goes on. A site is given up after three measured steps in a
-            row in which none of its tensors could be measured.
+            its reason in ``Snapshot.skipped``, and training goes on.
         memory_budget: bytes per device, of state, samples, the copies for ``"param_update"`` and, on a GPU, scratch.
             Where channels would need more, vectors (biases, the weights of norms) keep totals only, and if that is not
             enough all sites; what is seen later (a container's tensors, a tap, a width) and does not fit keeps totals,

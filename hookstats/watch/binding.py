@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -15,23 +14,14 @@ from hookstats import _native
 from hookstats._warn import WarnOnce, warn
 from hookstats.modules.channels import ChannelAxis
 from hookstats.modules.containers import REST, walk
-from hookstats.numbers.fields import Site, Skipped
-from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.fitting import Fitting
 from hookstats.watch.flags import TrainingOnly, is_capturing
-from hookstats.watch.graphs import sharding_noted, teach_the_compiler
+from hookstats.watch.graphs import observe_tensor, sharding_noted, teach_the_compiler
 from hookstats.watch.hooks import Hook, InputHook, SiteSpec
-from hookstats.watch.ignoring import Ignoring, rows_on
-from hookstats.watch.memory import Entry, Rows, SiteState, Store, accumulate
+from hookstats.watch.ignoring import Ignoring
+from hookstats.watch.memory import Entry, Rows, Store, accumulate
 from hookstats.watch.skipping import Captured, Problem, Skipping, said_of
-from hookstats.watch.wrappers import (
-    channel_dim_of_site,
-    is_a_mere_shape,
-    is_wrapper,
-    note_sharding,
-    note_sharding_of,
-    part_here,
-)
+from hookstats.watch.wrappers import channel_dim_of_site, is_a_mere_shape, is_wrapper, note_sharding_of
 
 _Hook = TypeVar("_Hook", bound=Hook)
 HOOKS: WeakValueDictionary[int, Hook] = WeakValueDictionary()  # by Entry.index, of all monitors; models own them
@@ -132,41 +122,10 @@ class SiteBinder:
         if (hook.output is None and hook.gradient is None) or is_a_mere_shape(tensor):
             return
         if is_wrapper(tensor):
-            try:
-                return self._measure_wrapped(hook, tensor)
-            except Exception as error:
-                return self.leave_out(hook.spec.entries.values(), error)
+            return observe_tensor(tensor, hook)  # it knows how to hand its data to an operator, or waits for them first
         problem = _native.observe(tensor, hook)
         if problem is not None:
             self._rebind(hook, tensor, problem)
-
-    def _measure_wrapped(self, hook: Hook, tensor: torch.Tensor) -> None:
-        """Measure a wrapper by operators: it knows how to hand its data to one, or waits for them first."""
-        part = part_here(tensor)
-        if part.numel() == 0:  # but other ranks may have some of it
-            return note_sharding(hook.spec, hook.spec.kinds, tensor, self.store.clears)
-        with self.store.lock:  # no other thread moves the site in between
-            self._fitting.fit(hook, part)
-            output, gradient = hook.output, hook.gradient
-            note_sharding(hook.spec, hook.spec.kinds[:1], tensor, self.store.clears)
-        rows = rows_on(part.device, self.monitor, hook.is_sampled)
-        if output is not None and not _native.backward_is_running():
-            accumulate(part, output, rows)
-        if gradient is not None and tensor.requires_grad and not tensor.is_leaf:
-            tensor.register_hook(functools.partial(self._measure_gradient, hook.spec, gradient, rows))
-
-    def _measure_gradient(self, spec: SiteSpec, state: SiteState, rows: Rows | None, gradient: torch.Tensor) -> None:
-        """Inside backward: what goes wrong is told when the step is closed."""
-        if not self.store.flags.is_open():
-            return
-        try:
-            part = part_here(gradient)
-            note_sharding(spec, spec.kinds[1:], gradient, self.store.clears)
-            accumulate(part, state, rows=rows)
-        except Exception as error:
-            if state.strict:
-                raise
-            self._add_failure(state.site, error)
 
     def measure_by_slot(
         self, hook: Hook, tensor: torch.Tensor, is_output: bool, path: str, note: str, rows: Rows | None
@@ -245,15 +204,6 @@ class SiteBinder:
         """Give up sites that can never be measured."""
         entries = list(entries)
         self.skipping.give_up([entry.site for entry in entries], problem)
-        self._no_more(entries)
-
-    def judge(self, left_out: dict[Site, Skipped], snapshot: Snapshot) -> None:
-        """The numbers of a step have come: gives up the sites of which nothing could be measured for some steps."""
-        hopeless = set(self.skipping.judge(left_out, snapshot))
-        if hopeless:
-            self._no_more([entry for entry in self.store.entries if entry.site in hopeless])
-
-    def _no_more(self, entries: list[Entry]) -> None:
         for entry in entries:
             entry.given_up = True
             hook = HOOKS.get(entry.index)

@@ -208,7 +208,6 @@ class Delivery:
     def _deliver(self, frame: StepFrame, left_out: LeftOut, held: Held) -> None:
         visible = frame.visible()
         self.last = snapshot = Snapshot(visible)
-        self._binder.judge(left_out, snapshot)
         frame.skipped = visible.skipped = self._binder.skipping.of_step(left_out)
         self._deliveries += 1
         if self._deliveries <= _SILENT_STEPS:

@@ -22,13 +22,13 @@ from hookstats.numbers.given import Given
 from hookstats.numbers.ranks import ALONE, StepRanks
 from hookstats.watch.layout import Layout, sites_at
 from hookstats.watch.memory import TOTALS, Entry, Store
-from hookstats.watch.scalars import Kept, Slots, by_step, sample_ids_by_step
+from hookstats.watch.scalars import Copy, Kept, by_step, sample_ids_by_step
 
 Key: TypeAlias = tuple[torch.device, int]  # a block of state, by device and number
 Sign: TypeAlias = list[tuple[object, ...]]  # of how all sites lie: equal while nothing has moved
 Held: TypeAlias = dict[Site, LocalShard]  # by this process; the same object while nothing of it has changed
 _LARGE = 1 << 20  # bytes
-_SCALARS = -2  # the "block" of the first scalars on a device; of more of them, those below
+_SCALARS = -2  # the "block" of the scalars on a device
 
 assert COUNTERS == _native.COUNTERS
 
@@ -38,7 +38,7 @@ class PendingScalars:
 
     def __init__(self, kept: Kept) -> None:
         self._rows = kept.rows
-        self._slots: dict[Key, Slots] = {}
+        self._scalars: dict[Key, list[Copy]] = {}
         self._copies: dict[Key, torch.Tensor] = {}
         self._events: list[torch.cuda.Event] = []
 
@@ -54,11 +54,11 @@ class PendingScalars:
         memory.record_stream(side)
         self._copies[key] = host
 
-    def send_slots(self, device: torch.device, slots: list[Slots], side: torch.cuda.Stream | None) -> None:
-        for i, each in enumerate(slots):
-            key = (device, _SCALARS - i)
-            self._slots[key] = each
-            self.send(key, each.filled, side)
+    def send_scalars(self, device: torch.device, copies: list[Copy], side: torch.cuda.Stream | None) -> None:
+        """Sends all that lie on a device as one tensor."""
+        if copies:
+            self._scalars[device, _SCALARS] = copies
+            self.send((device, _SCALARS), torch.stack([copy.number for copy in copies]).view(torch.int64), side)
 
     def sent(self, side: torch.cuda.Stream) -> None:
         """All that travels on this stream is on its way."""
@@ -83,8 +83,9 @@ class PendingScalars:
             key: (copy.clone() if pinned and copy.nbytes < _LARGE else copy).numpy()
             for key, copy in self._copies.items()
         }
-        for key, slots in self._slots.items():
-            slots.put_back(arrays[key].view("float64").tolist())
+        for key, copies in self._scalars.items():
+            for copy, value in zip(copies, arrays[key].view("float64").tolist(), strict=True):
+                copy.numbers[copy.place] = value
         return arrays
 
     def given(self) -> Given:
@@ -174,7 +175,7 @@ class Drain:
         self._store.fold_left()
         every, _ = self._store.flags.enabled.sampling
         pending = Pending(*self._placed(totals_only), kept, self._ranks, every)
-        for device in {**self._store.blocks, **kept.slots}:
+        for device in {**self._store.blocks, **kept.copies}:
             side = self._side(device)
             if totals_only:
                 totals = self._store.take_totals(device, clear)
@@ -183,7 +184,7 @@ class Drain:
                 copies = dict(enumerate(self._store.take(device, clear)))
             for number, copy in copies.items():
                 pending.send((device, number), copy, side)
-            pending.send_slots(device, kept.slots.get(device, []), side)
+            pending.send_scalars(device, kept.copies.get(device, []), side)
             if side is not None:
                 pending.sent(side)
         if clear:
@@ -203,9 +204,9 @@ class Drain:
     def begin_scalars(self, kept: Kept) -> PendingScalars:
         """Sends scalars alone."""
         pending = PendingScalars(kept)
-        for device, slots in kept.slots.items():
+        for device, copies in kept.copies.items():
             side = self._side(device)
-            pending.send_slots(device, slots, side)
+            pending.send_scalars(device, copies, side)
             if side is not None:
                 pending.sent(side)
         return pending

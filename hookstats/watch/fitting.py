@@ -6,7 +6,7 @@ import torch
 
 from hookstats import _native
 from hookstats._warn import WarnOnce
-from hookstats.modules.evidence import Ran, channel_dim_by_evidence, seen_of, widths_of
+from hookstats.modules.evidence import Ran, channel_dim_by_evidence, widths_of
 from hookstats.watch.flags import is_capturing
 from hookstats.watch.hooks import Hook, SiteSpec
 from hookstats.watch.ignoring import Ignoring
@@ -38,7 +38,8 @@ class Fitting:
         dim = self._channel_dim(spec, tensor, channels)
         width = (tensor.shape[dim] if tensor.dim() else 1) if spec.keep_channels else None
         is_first = not spec.dims
-        if width is not None and width != channels and not is_first:
+        is_turned = spec.dims.get(tensor.dim(), dim) != dim
+        if width is not None and not is_first and (width != channels or is_turned):
             some, *entries = spec.entries.values()
             self._warn_once(
                 "width",
@@ -57,7 +58,8 @@ class Fitting:
         """Gives the hook states of this width; None: totals alone."""
         spec = hook.spec
         place = spec.place
-        stays = (device, width or 1) == (place.device, place.channels)
+        is_turned = width is not None and spec.dims.get(ndim, dim) != dim
+        stays = (device, width or 1) == (place.device, place.channels) and not is_turned
         if is_capturing() and not stays:
             raise Captured
         make_room = self._store.make_room if is_first else self._store.make_room_to_move
@@ -80,7 +82,7 @@ class Fitting:
             if stays:
                 entry.state = entry.state._replace(channel_dim=spec.channel_dim)
             else:
-                self._store.move(entry, device, width or 1, spec.channel_dim, is_first)
+                self._store.move(entry, device, width or 1, spec.channel_dim, is_first, is_turned)
         hook.bind_sites()
         if device != place.device:
             self._ignoring.refresh()
@@ -99,4 +101,4 @@ class Fitting:
         if found is not None and (not spec.keep_channels or tensor.shape[found] == width):
             return found
         widths = widths_of(None if spec.module is None else spec.module())
-        return channel_dim_by_evidence(seen_of(tensor), widths, self._ran)
+        return channel_dim_by_evidence(tensor, widths, self._ran)

@@ -48,21 +48,25 @@ def observe_in_graph(output: object, hook: Any) -> None:
     if hook.slot is None or not is_measured(hook):
         return
     for path, tensor in walk(output):
-        if path and not tensor.is_floating_point():
-            continue
-        rows = rows_on(tensor.device, hook.monitor, hook.is_sampled)
-        if rows is not None and hook.is_table and tensor.shape[: rows[0].dim()] != rows[0].shape:
-            rows = None
-        observe(tensor, hook.slot, path, rows)
-        slot = hook.gradient_slot
-        if slot is not None and tensor.requires_grad and not tensor.is_leaf and hook.watches_gradient(path):
-            _hang(tensor, slot, path, rows)
+        if not path or tensor.is_floating_point():
+            observe_tensor(tensor, hook, path)
+
+
+def observe_tensor(tensor: torch.Tensor, hook: Any, path: str = "") -> None:
+    """Observe a tensor and its gradient in operators. Can be traced."""
+    rows = rows_on(tensor.device, hook.monitor, hook.is_sampled)
+    if rows is not None and hook.is_table and tensor.shape[: rows[0].dim()] != rows[0].shape:
+        rows = None
+    observe(tensor, hook.slot, path, rows)
+    slot = hook.gradient_slot
+    if slot is not None and tensor.requires_grad and not tensor.is_leaf and hook.watches_gradient(path):
+        _hang(tensor, slot, path, rows)
 
 
 def _hang(x: torch.Tensor, slot: torch.Tensor, path: str, rows: Rows | None) -> None:
     # A closure: of a partial, all that it holds would be guarded, and each site have a graph of its own.
     x.register_hook(lambda gradient: observe_gradient(slot, gradient, path, rows))
-    if _MOVES_INPUTS:
+    if _MOVES_INPUTS and torch.compiler.is_compiling():
         torch._dynamo.comptime.comptime(_inputs_first)
 
 
@@ -93,14 +97,15 @@ def _observe_wrapper(
     """Hands over what this process has of a tensor that holds its data in others, such as a DTensor.
 
     The tracer takes it for one call, and runs it again when the graph's forward and backward are made. Only then is it
-    known where a gradient lies. Nothing is raised: what cannot be measured is told when the graph runs.
+    known where a gradient lies. Nothing is raised: what cannot be measured is told when the operator runs.
     """
     try:
         part = part_here(x)
         note = _name_of(x) if is_dtensor(x) else ""
+        _native.observe_slot.part(part, slot, path, note, row_index, kept)
     except Exception as error:
-        part, note = slot.new_empty(0), f"{_PROBLEM}{type(error).__name__}: {error}"
-    _native.observe_slot.part(part, slot, path, note, row_index, kept)
+        problem = f"{_PROBLEM}{type(error).__name__}: {error}"
+        _native.observe_slot.part(slot.new_empty(0), slot, path, problem, row_index, kept)
 
 
 class _Placed(NamedTuple):

@@ -168,13 +168,8 @@ class FedHook(Hook):
 
     def feed(self, numbers: torch.Tensor, rows: Rows | None) -> None:
         """Folds a plain tensor into the site. Can be traced. rows: those that count; None: all."""
-        if self.slot is None:  # there was no memory for its site
-            return
-        if torch.compiler.is_compiling():
-            return observe(numbers, self.slot, "", rows)
-        refused = self.binder.measure_by_slot(self, numbers, True, "", "", rows)
-        if refused is not None:
-            raise RuntimeError(refused)
+        if self.slot is not None:  # else there was no memory for its site
+            observe(numbers, self.slot, "", rows)
 
 
 class FedGradientHook(FedHook):
@@ -183,13 +178,8 @@ class FedGradientHook(FedHook):
     __slots__ = ()
 
     def feed(self, numbers: torch.Tensor, rows: Rows | None) -> None:
-        if self.gradient_slot is None:
-            return
-        if torch.compiler.is_compiling():
-            return observe(numbers, self.gradient_slot, "", rows)
-        refused = self.binder.measure_by_slot(self, numbers, False, "", "", rows)
-        if refused is not None:
-            raise RuntimeError(refused)
+        if self.gradient_slot is not None:
+            observe(numbers, self.gradient_slot, "", rows)
 
 
 class InputHook(Hook):
@@ -214,8 +204,8 @@ class InputHook(Hook):
             self.binder.leave_out(self.spec.entries.values(), error)
 
     def _observe_inputs(self, module: Any, args: Any, kwargs: Any) -> Any:
-        changed = self.spec.kinds[1] is not None and torch.is_grad_enabled()
-        if changed:
+        changed = self.spec.kinds[1] is not None
+        if changed:  # without gradients, too: an alias then has none, where the argument may get one from elsewhere
             args, kwargs = _aliases(args, kwargs)
         given = args[0] if _is_one(args, kwargs) else {**{str(i): arg for i, arg in enumerate(args)}, **kwargs}
         super().__call__(module, args, given)

@@ -315,15 +315,24 @@ class Store:
         entry.place = self._take_place(entry, device, channels)
         entry.state = self._state(entry, entry.place, channel_dim)
 
-    def move(self, entry: Entry, device: torch.device, channels: int, channel_dim: int, is_empty: bool) -> None:
-        """The same for a site that has a state.
+    def move(
+        self,
+        entry: Entry,
+        device: torch.device,
+        channels: int,
+        channel_dim: int,
+        is_empty: bool,
+        is_turned: bool = False,
+    ) -> None:
+        """The same for a site that has a state. is_turned: its channels lie in another dimension now.
 
         is_empty: nothing of the open step is in that, and nothing can come. Else what is in it, or will come, counts
-        in the steps in which it comes: these have totals alone, where the width is another one.
+        in the steps in which it comes: these have totals alone, where the channels are other ones.
         """
         before, moments = entry.place, weakref.ref(entry.state.moments)
         self.place(entry, device, channels, channel_dim)
-        if not is_empty and 1 != channels != before.channels and entry.folded is None:
+        are_others = channels != 1 and (is_turned or channels != before.channels)
+        if not is_empty and are_others and entry.folded is None:
             place = self._take_place(entry, device, 1)
             entry.folded = place, self._state(entry, place, 0)
         self._tables.pop(before.device, None)

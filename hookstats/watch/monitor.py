@@ -302,10 +302,9 @@ class Monitor:
             norm = monitor.clip_grad_norm_(model.parameters(), 1.0)  # before optimizer.step(), behind scaler.unscale_
 
         In a measured step it calls `measure_gradients`, and the norm follows from what that has found, equal to torch's
-        to rounding. Waits for nothing. Of DTensors it communicates what torch does. In other steps, and where the norm
-        does not follow (some parameters are not watched; a second call in one step), it is torch's function. So it is
-        for plain tensors on several ranks: replicas must not be clipped by norms that differ in the last bit where one
-        rank does not measure a step.
+        to rounding. Waits for nothing. In other steps, and where the norm does not follow (some parameters are not
+        watched; a second call in one step), it is torch's function. So it is on several ranks, and for DTensors: a
+        rank that does not measure a step would have another norm in the last bit.
         """
         return clip_grad_norm_(self._parameters, parameters, max_norm)
 

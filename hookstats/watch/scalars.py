@@ -15,7 +15,6 @@ from hookstats import _native
 from hookstats.numbers.fields import Counts
 from hookstats.watch.memory import local_part
 
-_SLOTS = 256  # numbers that are kept in one piece of device memory
 _MOST = 4096  # steps that are kept; more leave without a measured step
 
 
@@ -90,31 +89,12 @@ class Row(NamedTuple):
         return dict(zip(self.names, self.numbers, strict=False))
 
 
-class Slots:
-    """Device memory of 256 float64 numbers, and where on the host each of them belongs."""
+class Copy(NamedTuple):
+    """A number that lies on a device, as it was, and where on the host it belongs."""
 
-    def __init__(self, device: torch.device) -> None:
-        with torch.inference_mode(False):
-            self._memory = torch.empty(_SLOTS, dtype=torch.float64, device=device)
-        self._places: list[tuple[list[float], int]] = []
-
-    @property
-    def is_full(self) -> bool:
-        return len(self._places) == _SLOTS
-
-    def copy(self, tensor: torch.Tensor, numbers: list[float], place: int) -> None:
-        """Launches a copy of a tensor without dimensions."""
-        self._memory.select(0, len(self._places)).copy_(tensor, non_blocking=True)
-        self._places.append((numbers, place))
-
-    @property
-    def filled(self) -> torch.Tensor:
-        return self._memory[: len(self._places)].view(torch.int64)
-
-    def put_back(self, values: list[float]) -> None:
-        """Put back the values of `filled` that have come."""
-        for (numbers, place), value in zip(self._places, values, strict=True):
-            numbers[place] = value
+    number: torch.Tensor  # float64, without dimensions
+    numbers: list[float]
+    place: int
 
 
 class Kept:
@@ -122,7 +102,7 @@ class Kept:
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
-        self.slots: dict[torch.device, list[Slots]] = {}
+        self.copies: dict[torch.device, list[Copy]] = {}
 
     @classmethod
     def of(cls, step: int, scalars: Scalars) -> Kept:
@@ -138,10 +118,8 @@ class Kept:
     def add(self, step: int, scalars: Scalars) -> None:
         self.rows.append(Row(step, scalars.names, scalars.numbers, scalars.sample_ids))
         for place, tensor in scalars.tensors:
-            here = self.slots.setdefault(tensor.device, [])
-            if not here or here[-1].is_full:
-                here.append(Slots(tensor.device))
-            here[-1].copy(tensor, scalars.numbers, place)
+            copy = Copy(tensor.to(torch.float64, copy=True), scalars.numbers, place)
+            self.copies.setdefault(tensor.device, []).append(copy)
 
 
 def by_step(rows: list[Row]) -> dict[int, dict[str, float]]:

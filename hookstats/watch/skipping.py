@@ -1,4 +1,4 @@
-"""Tensors that could not be measured and are left out, each counted, and sites that are given up."""
+"""Tensors that could not be measured and are left out, each counted, and sites that can never be measured."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ import torch
 
 from hookstats._warn import warn
 from hookstats.numbers.fields import Site, Skipped
-from hookstats.numbers.snapshot import Snapshot
-
-GIVE_UP_AFTER = 3  # measured steps in a row in which tensors of a site came and none could be measured
 
 
 class Captured(Exception):
@@ -41,7 +38,7 @@ def said_of(problem: Problem) -> str:
 
 
 class Skipping:
-    """Leaves out a tensor that cannot be measured, and gives up a site of which this is so again and again."""
+    """Leaves out a tensor that cannot be measured, and gives up a site that can never be."""
 
     def __init__(self, strict: bool) -> None:
         self._strict = strict
@@ -51,7 +48,6 @@ class Skipping:
         self._to_tell: dict[str, tuple[str, list[Site]]] = {}  # by reason: the first problem, and all sites
         self._open: dict[Site, Skipped] = {}  # of the open step
         self._earlier: dict[Site, Skipped] = {}  # of the steps before
-        self._in_vain: dict[Site, int] = {}  # measured steps in a row
         self._given_up: dict[Site, Skipped] = {}
 
     def leave_out(self, sites: Iterable[Site], problem: Problem, times: int = 1, reason: str | None = None) -> None:
@@ -98,25 +94,6 @@ class Skipping:
             _add(self._earlier, left_out)
         return left_out
 
-    def judge(self, left_out: dict[Site, Skipped], snapshot: Snapshot) -> list[Site]:
-        """The sites that are given up now that the numbers of a step have come."""
-        hopeless = []
-        concerned = {**self._in_vain, **left_out}
-        fired: dict[str, list[str]] = {}  # kinds of tensors, by name
-        for name, tensor in snapshot.order if concerned else ():
-            fired.setdefault(name, []).append(tensor)
-        for site in concerned:
-            if _came(site, fired.get(site.name, [])):
-                self._in_vain.pop(site, None)
-            elif site in left_out:
-                self._in_vain[site] = self._in_vain.get(site, 0) + 1
-                if self._in_vain[site] == GIVE_UP_AFTER:
-                    hopeless.append(site)
-        with self._lock:
-            hopeless = [site for site in hopeless if site not in self._given_up]
-            self._given_up.update({site: left_out[site]._replace(times=None) for site in hopeless})
-        return hopeless
-
     def of_step(self, left_out: dict[Site, Skipped] | None = None) -> dict[Site, Skipped]:
         """Return what was left out of a step, for its snapshot; None: of the open one."""
         with self._lock:
@@ -128,11 +105,6 @@ class Skipping:
             everything = dict(self._earlier)
             _add(everything, self._open)
             return everything | self._given_up
-
-
-def _came(site: Site, fired: list[str]) -> bool:
-    """Return whether anything of a site was measured, or of what is in it, where it is a container."""
-    return any(f"{tensor}.".startswith(f"{site.tensor}.") for tensor in fired)
 
 
 def _add(to: dict[Site, Skipped], more: dict[Site, Skipped]) -> None:

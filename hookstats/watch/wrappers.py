@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from hookstats import _native
-from hookstats.modules.sharding import Sharding, is_dtensor, sharding_of, unreduced
+from hookstats.modules.sharding import Sharding, unreduced
 from hookstats.watch.memory import Entry, local_part
 
 
@@ -35,20 +34,6 @@ def part_here(tensor: torch.Tensor) -> torch.Tensor:
     return local_part(tensor)
 
 
-def note_sharding(spec: Any, kinds: Iterable[str | None], tensor: torch.Tensor, clears: int) -> None:
-    """Sites remember where the tensor lies of which they measure a part now.
-
-    spec: a `hookstats.watch.hooks.SiteSpec`. clears: `Store.clears`.
-
-    TypeError for one that lies elsewhere than one before it in the same step: their values belong to different parts of
-    the whole, and could not be told apart.
-    """
-    sharding = sharding_of(tensor, channel_dim_of_site(spec, tensor.dim())) if is_dtensor(tensor) else None
-    for kind in kinds:
-        if kind:
-            note_sharding_of(spec.entries[kind], sharding, clears)
-
-
 def channel_dim_of_site(spec: Any, ndim: int) -> int:
     """Return the channel dimension of a site's tensors with so many dimensions; where none came, that of its type."""
     found: int | None = spec.dims.get(ndim, spec.channels.dim)
@@ -56,7 +41,11 @@ def channel_dim_of_site(spec: Any, ndim: int) -> int:
 
 
 def note_sharding_of(entry: Entry, sharding: Sharding | None, clears: int) -> None:
-    """Note a site's sharding as `note_sharding` does, where it is known how its tensor lies. None: a plain tensor."""
+    """A site remembers how the tensor lies of which it measures a part now; None: a plain one. clears: `Store.clears`.
+
+    TypeError for one that lies elsewhere than one before it in the same step: their values belong to different parts of
+    the whole, and could not be told apart.
+    """
     before, entry.sharded_in = (entry.sharding if entry.sharded_in == clears else sharding), clears
     if (sharding is None) != (before is None) or (sharding and before and sharding[:2] != before[:2]):
         raise TypeError(f"expected a tensor placed as the one before it in this step, {before}, got {sharding}")

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2Model
 
 import hookstats
-from hookstats.modules.evidence import Ran, Seen, Widths, channel_dim_by_evidence, seen_of, widths_of
+from hookstats.modules.evidence import Ran, Widths, channel_dim_by_evidence, widths_of
 from hookstats.watch.binding import SiteBinder
 from tests.conftest import check
 from tests.modules.zoo import LayerNorm2d, OwnNorm2d, Upside
@@ -23,7 +23,7 @@ def dim_of(x: torch.Tensor, widths: Widths = NOTHING, *ran: tuple[tuple[int, ...
     before = Ran()
     for sizes, dim in ran:
         before.note(sizes, dim)
-    return channel_dim_by_evidence(seen_of(x), widths, before)
+    return channel_dim_by_evidence(x, widths, before)
 
 
 def test_a_vector_of_its_own_tells_the_channels_of_a_module() -> None:
@@ -62,7 +62,7 @@ def test_a_batch_is_taken_for_channels_only_where_nothing_else_has_their_size() 
     assert dim_of(torch.zeros(8, 5, 8), Widths(frozenset({8}), frozenset(), True)) == 2
     assert dim_of(torch.zeros(8, 5, 6), Widths(frozenset({8}), frozenset(), True)) == 0
     assert dim_of(torch.zeros(8, 5, 6), NOTHING, ((3, 8), 1)) == 2
-    assert channel_dim_by_evidence(Seen((8,), (1,)), NOTHING, Ran()) == 0
+    assert channel_dim_by_evidence(torch.empty(8), NOTHING, Ran()) == 0
 
 
 def sequence_model() -> nn.Sequential:

@@ -38,6 +38,12 @@ def test_states_of_many_sites_fold_as_each_does_alone() -> None:
         compare({name: getattr(stats, name) for name in fields.STATISTICS}, x.flatten().numpy(), f"{x.shape}", 1e-12)
 
 
+def test_equal_values_have_no_variance_whatever_their_mean_was_rounded_to() -> None:
+    parts = [hookstats.measure(torch.full((n, 1), 10000.7379, dtype=torch.float64))._moments for n in (3, 5, 7)]
+    whole = hookstats.results.Stats[float](fields.fold_channels(np.concatenate(parts, axis=1)))
+    assert whole.var == whole.std == 0
+
+
 def test_each_of_many_states_is_divided_by_its_own_number() -> None:
     data, states, _ = sites([1, 1, 1])
     numbers = np.array([7.0, 1.0, 1024.0])

@@ -40,7 +40,7 @@ def clips_on_one_rank_by_hookstats(rank: int, world: int) -> tuple[float, list[f
             distributed = nn.Parameter(distribute_tensor(parameter.detach(), mesh, placements))
             distributed.grad = distribute_tensor(gradient, mesh, placements)
             setattr(module, name, distributed)
-    if rank == 0:  # the others clip by torch: both communicate the same
+    if rank == 0:  # the others clip by torch
         monitor = hookstats.attach(model, tensors="param_grad", every=1)
         total: Any = monitor.clip_grad_norm_(model.parameters(), 0.5)
         assert monitor.snapshot().order
@@ -50,7 +50,7 @@ def clips_on_one_rank_by_hookstats(rank: int, world: int) -> tuple[float, list[f
     return float(total.full_tensor()), torch.cat([each.full_tensor().flatten() for each in gradients]).tolist()
 
 
-def test_dtensors_have_torchs_norm_and_communicate_what_torch_does() -> None:
+def test_dtensors_have_torchs_norm() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
     for number, module in enumerate(model):

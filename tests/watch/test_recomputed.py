@@ -49,6 +49,20 @@ def inside_compile(block: nn.Module, x: torch.Tensor) -> Any:
     return torch.compile(lambda x: checkpoint(block, x, use_reentrant=False), backend="aot_eager")(x)
 
 
+@pytest.mark.parametrize("way", [reentrant, non_reentrant, to_the_end, nested])
+def test_the_gradient_of_an_input_inside_a_checkpoint_counts_once(way: Callable[..., Any]) -> None:
+    """A reentrant one runs without gradients first: its argument has one that is not of what is inside."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    mon = hookstats.attach(model, tensors=("grad_input",))
+    gradients: list[torch.Tensor] = []
+    x = model[0](torch.randn(3, 4))
+    x.register_hook(gradients.append)
+    (way(model[1], x).square().sum() + x.sum()).backward()
+    stats = mon.snapshot()["1", "grad_input"]
+    assert stats.calls == 1
+    np.testing.assert_allclose(stats.channels.mean, (gradients[0] - 1).double().mean(0).numpy(), rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("way", [reentrant, non_reentrant, to_the_end, nested, around_a_compiled_block, inside_compile])
 def test_a_recomputed_forward_counts_once_and_so_does_its_gradient(way: Callable[..., Any]) -> None:
     torch.compiler.reset()

@@ -49,6 +49,22 @@ def check_total(stats: hookstats.results.SiteStats, tensors: list[torch.Tensor])
         assert stats.histogram.counts.ndim == 1 or len(stats.histogram.counts) == 1
 
 
+def test_a_step_in_which_channels_are_found_in_another_dimension_has_its_totals() -> None:
+    """Of as many channels as the other dimension has entries: only the second tensor shows where they are."""
+    model = nn.Tanh()
+    mon = watch(model, ExponentBins(), tensors=("output",))
+    first, second = draw(4, 3, 3), draw(4, 3, 2)
+    values = [model(x).detach() for x in (first, second)]
+    snapshot = mon.step()
+    assert snapshot is not None
+    check_total(snapshot["", "output"], values)
+    model(second)
+    snapshot = mon.step()
+    assert snapshot is not None
+    assert snapshot["", "output"].channel_dim == 1
+    check(snapshot["", "output"], values[1], 1)
+
+
 @pytest.mark.parametrize("bins", ALL_BINS, ids=str)
 def test_a_step_with_two_widths_has_their_totals_and_the_next_one_the_new_channels(bins: Bins | None) -> None:
     model = nn.Tanh()
