@@ -21,15 +21,14 @@ from benchmarks.illnesses.healthy import HEALTHY
 from benchmarks.illnesses.training import seeded
 from benchmarks.law_trainings import CLIENTS, LANGUAGE, OTHERS, Make
 from hookstats import Snapshot
-from hookstats.numbers.token_weights import NAMES, TokenWeights
+from hookstats.numbers.token_weights import LOGITS, NAMES, ROUNDING, LogitsGradient, TokenWeights, logits_of
 from hookstats.rules import judge, rules_of_laws
 from hookstats.rules.laws import sides_of_biases
 from hookstats.rules.ratios import residuals as residuals_of
 from hookstats.rules.step import SiteIds, Step
 from hookstats.watch.arguments import DEFAULT_TENSORS
 
-TENSORS = (*DEFAULT_TENSORS, "outside_update", "optimizer_law", "token_weights")
-ALLOWED = 0.01  # of the weight of all tokens
+TENSORS = (*DEFAULT_TENSORS, "outside_update", "optimizer_law")
 
 
 def bias(step: Step) -> list[float]:
@@ -53,7 +52,18 @@ def cross_entropy(step: Step) -> list[float]:
     loss = step.scalars["loss"]
     if weights is None or not weights.is_mean(loss) or (weights.least > 1.01 and weights.is_differentiated(loss)):
         return []
-    return [max(weights.least - 1, 1 - weights.most, 0.0) / ALLOWED]
+    return [max(weights.least - 1, 1 - weights.most, 0.0) / ROUNDING]
+
+
+def norm(step: Step) -> list[float]:
+    """Return the norm of the logits' gradient over the largest, or the smallest over it, but for rounding."""
+    name = logits_of(step.scalars)
+    site = -1 if name is None else step.id_of(name.removeprefix(LOGITS), "grad_output")
+    if name is None or site < 0 or step.nonfinite[site] or not step.calls[site]:
+        return []
+    totals, calls = step.totals.entries(np.array([site])), int(step.calls[site])
+    found = LogitsGradient.of(step.scalars[name], step.scalars["loss"], totals, calls, step.ranks)
+    return [] if found is None else [max(found.over, 1 / found.under) / (1 + ROUNDING)]
 
 
 def optimizer(step: Step) -> list[float]:
@@ -69,7 +79,8 @@ def between(step: Step) -> list[float]:
     return (2.0 * changed).tolist()  # type: ignore[no-any-return]
 
 
-RESIDUALS = {"bias": bias, "cross_entropy": cross_entropy, "optimizer": optimizer, "step": between}
+RESIDUALS = {"bias": bias, "cross_entropy": cross_entropy, "norm": norm, "optimizer": optimizer, "step": between}
+LAW = {"norm": "cross_entropy"}  # what is no law of its own
 
 
 def of_fleet(name: str, tensors: tuple[str, ...]) -> list[Snapshot]:
@@ -100,7 +111,7 @@ def table(found: dict[str, dict[str, list[float]]], alarms: dict[str, list[str]]
     for law in RESIDUALS:
         own = [each[law] for each in found.values() if each[law]]
         values = np.array([value for each in own for value in each] or [np.nan])
-        rule = rules_of_laws()[law].name
+        rule = rules_of_laws()[LAW.get(law, law)].name
         told = [name for name, rules in alarms.items() if rule in rules]
         yield (
             f"| {law} | {len(own)} | {sum(map(len, own)):,} | {np.median(values):.2g} | "
@@ -114,7 +125,9 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help=f"only these, or all of {', '.join(SETS)}")
     parser.add_argument("--part", default="0/1", help="k/n: every n-th of them, from the k-th on")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no training begins after so many")
+    parser.add_argument("--weights", action="store_true", help="with weights of tokens, as the preset has them")
     options = parser.parse_args()
+    tensors = (*TENSORS, "token_weights") if options.weights else TENSORS
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     begin, found, alarms = time.monotonic(), {}, {}
@@ -125,7 +138,7 @@ def main() -> None:
             break
         seeded()
         try:
-            snapshots = TRAININGS[name](TENSORS)
+            snapshots = TRAININGS[name](tensors)
         except Exception as error:  # a model that does not train in this precision on a CPU
             print(f"{name}: {type(error).__name__}: {error!s:.100}", flush=True)
             continue

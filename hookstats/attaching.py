@@ -18,6 +18,7 @@ from hookstats.language.token_weights import TokenWeights
 from hookstats.modules import order
 from hookstats.modules.facts import facts, hidden
 from hookstats.modules.selection import Modules, all_modules, watched_root
+from hookstats.modules.sharding import is_dtensor
 from hookstats.numbers.fields import Bins, ExponentBins
 from hookstats.numbers.ranks import ALONE, StepRanks
 from hookstats.watch.arguments import (
@@ -150,11 +151,11 @@ def attach(
             Routers(binder, kept.which is not False),
             scaling,
         )
-        is_part = process_group is None and _is_distributed() and torch.distributed.get_world_size() > 1
+        parts.parameters.given_loss.no_weights = apart = _tokens_apart(model, process_group)
         if options.identities is not None:
             parts.parameters.identities = _joint_sums(model, options, binder, scaling, process_group)
             handles += parts.parameters.identities.hang()
-        names = _hang(parts, handles, model, plan, exclude, is_part)
+        names = _hang(parts, handles, model, plan, exclude, bool(apart))
         ranks, joined = _joined(model, process_group, names, options.memory_budget)
         delivery = Delivery(store, binder, callables, plan.trained, ranks, joined)
         monitor = Monitor(
@@ -216,8 +217,7 @@ def _hang(
 ) -> list[str]:
     """Hangs all hooks. Returns the names of modules and parameters on which they are.
 
-    handles: gets those of the hooks, also where it raises. is_part: other ranks have tokens of the same step, too,
-    which are not measured together with these.
+    handles: gets those of the hooks, also where it raises. is_part: other ranks have something of this one's loss.
     """
     hooks = [(module, parts.binder.hook(spec, device, make)) for module, spec, make, device in plan.hooks()]
     for module, hook in hooks:  # all are made before the first one hangs on a module
@@ -244,6 +244,24 @@ def _hang(
         devices = {name: device_of(each.module) or plan.device for name, each in choosing.items()}
         handles += parts.routers.watch(choosing, devices)
     return names
+
+
+def _tokens_apart(model: nn.Module, process_group: Any) -> str:
+    """Return why the tokens of a loss are not those of the ranks that measure together, each its own; empty: they are.
+
+    A part of a vocabulary, of a pipeline, or replicas of the same logits have no weights of tokens that add up.
+    """
+    if not _is_distributed() or torch.distributed.get_world_size() == 1:
+        return ""
+    if process_group is None:
+        return "other ranks have tokens, too, which are not measured together with these: attach(process_group=...)"
+    ranks = process_group if isinstance(process_group, Ranks) else Ranks(process_group)
+    if getattr(ranks.group, "ndim", 1) > 1 or ranks.placements is not None:
+        return "ranks of several dimensions may have parts of the same logits"
+    sharded = any(hasattr(each, "set_requires_gradient_sync") for each in model.modules())
+    if not sharded and any(is_dtensor(each) for each in model.parameters()):
+        return "parameters are cut by tensor parallelism, and logits may be"
+    return ""
 
 
 def _joint_sums(

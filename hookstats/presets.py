@@ -15,12 +15,12 @@ _log = logging.getLogger("hookstats")
 
 
 def language_model(model: nn.Module) -> dict[str, Any]:
-    """Arguments for language models: the defaults of `attach`, optimizer states, attention, routers.
+    """Arguments for language models: the defaults of `attach`, optimizer states, weights of tokens, attention, routers.
 
         monitor = hookstats.attach(model, **hookstats.presets.language_model(model))
 
-    Returns ``{"tensors": (...)}``: attach's default and ``"optimizer"``, with ``"attention"`` where a module computes
-    attention, and ``"router"`` where one chooses experts. What was found is logged at INFO.
+    Returns ``{"tensors": (...)}``: attach's default, ``"optimizer"``, ``"token_weights"``, with ``"attention"`` where
+    a module computes attention, and ``"router"`` where one chooses experts. What was found is logged at INFO.
 
     Raises:
         TypeError: for what is no torch.nn.Module.
@@ -29,7 +29,7 @@ def language_model(model: nn.Module) -> dict[str, Any]:
         raise TypeError(f"language_model: expected a torch.nn.Module, got {type(model).__name__}")
     modules = all_modules(model, None)
     attending, routing = attentions(modules), routers(modules)
-    tensors = [*DEFAULT_TENSORS, "optimizer"]
+    tensors = [*DEFAULT_TENSORS, "optimizer", "token_weights"]
     if attending:
         tensors.append("attention")
     if routing:

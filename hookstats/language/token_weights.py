@@ -1,9 +1,9 @@
 """The number that a cross entropy divides its tokens by, as the gradient of the logits shows it, in measured steps.
 
 Where a loss is a plain cross entropy, the gradient of a row of logits is w (p - e): its probabilities less 1 at its
-target, times the weight of the row. w follows from the entries that are no targets, without knowing the targets: from
-up to 64 rows, and in each row of 8 entries, whether it counts at all. Whether the loss is a plain cross entropy is seen
-from all entries of these 64 rows, and not from its `grad_fn`, which fused, compiled and detached losses do not have.
+target, times the weight of the row. w follows from the entries that are no targets, without knowing the targets: from 8
+entries of up to 64 rows. Whether the loss is a plain cross entropy is seen from these, and from what is left for the
+target, and not from its `grad_fn`, which fused, compiled and detached losses do not have.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class TokenWeights(order.ModuleHook, Fed):
     def __init__(self, binder: SiteBinder, model: nn.Module, device: torch.device) -> None:
         specs = [SiteSpec("", "", ChannelAxis(-1, None), False, (None, kind), model) for kind in TENSORS]
         Fed.__init__(self, binder, specs, device, FedGradientHook)
+        self._latest: tuple[Any, torch.Tensor] | None = None
 
     def __call__(self, module: Any, args: Any, output: Any) -> None:
         """Waits for the gradient of the logits. Can be traced."""
@@ -48,9 +49,18 @@ class TokenWeights(order.ModuleHook, Fed):
 
     def _watch(self, logits: torch.Tensor) -> None:
         with torch.no_grad():
-            index = sampled_rows(logits)
+            index = self._index_of(logits)
             rows = _at(logits, index).detach()
         logits.register_hook(lambda gradient: self._see(rows, index, gradient))
+
+    def _index_of(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the rows that are read, made once for logits of a shape."""
+        if torch.compiler.is_compiling():
+            return sampled_rows(logits)
+        key = logits.shape, logits.device
+        if self._latest is None or self._latest[0] != key:
+            self._latest = key, sampled_rows(logits)
+        return self._latest[1]
 
     def _see(self, rows: torch.Tensor, index: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Returns the gradient: inside of a graph, compiled autograd takes None for what is to replace it."""
@@ -107,6 +117,8 @@ def sampled_rows(logits: torch.Tensor) -> torch.Tensor:
 
 def _at(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Rows of ``[..., classes]``, by their number, wherever they lie."""
+    if not torch.compiler.is_compiling() and tensor.is_contiguous():
+        return tensor.view(-1, tensor.shape[-1]).index_select(0, index)
     places: list[torch.Tensor] = []
     for size in reversed(tensor.shape[:-1]):
         places.insert(0, index % size)
@@ -122,20 +134,21 @@ def weights(rows: torch.Tensor, some: torch.Tensor, gradient: torch.Tensor) -> t
     cross entropy: soft targets, label smoothing, a z-loss, weights of classes or tokens, or something else.
     """
     wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    allowed = _MISFIT + _ROUNDINGS * torch.finfo(gradient.dtype).eps if gradient.dtype != wide else _MISFIT
-    logs, some = rows.to(wide).log_softmax(-1), some.to(wide)
-    targets = some.argmin(-1, keepdim=True)
-    others = logs.exp().scatter(-1, targets, 0.0)  # probabilities of what is no target
-    counts = (some != 0).any(-1)
-    weight = (some.scatter(-1, targets, 0.0).sum(-1) * counts).sum() / (others.sum(-1) * counts).sum()
-    expected = (others - torch.zeros_like(others).scatter(-1, targets, others.sum(-1, keepdim=True))) * weight
-    misfit = ((some - expected).abs().sum(-1) * counts).sum() / some.abs().sum()
+    allowed = _MISFIT + (_ROUNDINGS * torch.finfo(gradient.dtype).eps if gradient.dtype != wide else 0.0)
+    entries = torch.arange(_ENTRIES, device=rows.device) * (gradient.shape[-1] - 1) // (_ENTRIES - 1)
+    least, targets = some.to(wide).min(-1, keepdim=True)  # below 0 at the target, and 0 in a row that does not count
+    sizes = rows.to(wide).logsumexp(-1, keepdim=True)
+    losses = sizes - rows.gather(-1, targets).to(wide)
+    is_other = (entries != targets) & (least != 0)
+    others = (rows[:, entries].to(wide) - sizes).exp_() * is_other  # probabilities of what is no target
+    seen = some[:, entries].to(wide) * is_other
+    weight = seen.sum() / others.sum()
+    of_target = least - weight * torch.expm1(-losses) * (least != 0)
+    misfit = (seen - weight * others).abs_().sum() / seen.abs().sum() + of_target.abs_().sum() / least.abs().sum()
     fits = (misfit <= allowed) & (weight > 0)
     weight = torch.where(fits, weight, 0.0)
-    entries = torch.arange(_ENTRIES, device=rows.device) * (gradient.shape[-1] - 1) // (_ENTRIES - 1)
-    least = torch.maximum((gradient.index_select(-1, entries) != 0).any(-1).sum(), counts.sum())
-    losses = -logs.gather(-1, targets).squeeze(-1) * weight
-    return weight, weight * least, weight * gradient[..., 0].numel(), losses, counts & fits
+    count = torch.maximum((gradient.index_select(-1, entries) != 0).any(-1).sum(), (least != 0).sum())
+    return weight, weight * count, weight * gradient[..., 0].numel(), losses[:, 0] * weight, (least[:, 0] != 0) & fits
 
 
 def _first(counts: torch.Tensor) -> Rows:

@@ -11,12 +11,12 @@ from hookstats.numbers.fields import Site
 from hookstats.numbers.frame import StepFrame
 from hookstats.numbers.identities import KIND, ROUNDING
 from hookstats.numbers.kinds import is_of_kind
-from hookstats.numbers.token_weights import NAMES, TokenWeights
+from hookstats.numbers.token_weights import LOGITS, NAMES, LogitsGradient, TokenWeights, logits_of
 
 # Of each law the kinds of tensors that it needs.
 NEEDS = {
     "bias": ("grad_output", "param_grad"),
-    "cross_entropy": ("token_weights",),
+    "cross_entropy": ("grad_output",),
     "optimizer": ("optimizer_law",),
     "step": ("outside_update",),
     "replica": ("param_sample",),
@@ -80,9 +80,12 @@ def laws(
         if frame is None:
             return Law(name, False, "no measured step has arrived yet")
         where, why = _APPLIED[name](frame)
-        if left_out.get(name):
+        own = left_out.get(name)
+        if own and name == "cross_entropy":
+            why = why or next(iter(own))
+        elif own:
             noun = "identities" if name == "identity" else "parameters"
-            why = "; ".join(f"{count} {noun}: {reason}" for reason, count in left_out[name].items())
+            why = "; ".join(f"{count} {noun}: {reason}" for reason, count in own.items())
             where = f"{where}; not at {why}" if where else None
         return Law(name, where is not None, where or why)
 
@@ -114,14 +117,11 @@ def _bias(frame: StepFrame) -> _Applied:
 
 
 def _cross_entropy(frame: StepFrame) -> _Applied:
-    found = [_fired(frame, f"token_weights.{name}") for name in NAMES]
-    if not found[0]:
-        return None, (
-            "no output of the model may be logits [..., classes], named so or the only one, with a gradient; or other "
-            "ranks have tokens, too, that are not measured together with these: attach(process_group=...)"
-        )
     if len(frame.ranks.present) < frame.ranks.world_size:
         return None, "other ranks have tokens, too: attach(process_group=...)"
+    found = [_fired(frame, f"token_weights.{name}") for name in NAMES]
+    if not found[0]:
+        return _by_norm(frame)
     weights = None
     if all(len(places) == 1 for places in found):
         weights = TokenWeights.of(
@@ -130,7 +130,7 @@ def _cross_entropy(frame: StepFrame) -> _Applied:
     if weights is None:
         return None, (
             "the gradient of the logits is that of no plain cross entropy: label smoothing, weights of classes, soft "
-            "targets, a z-loss or a soft cap"
+            "targets, a z-loss, a soft cap, or a part of the vocabulary"
         )
     if "loss" not in frame.scalars:
         return None, "the loss was not given: monitor.step(loss=loss)"
@@ -138,6 +138,27 @@ def _cross_entropy(frame: StepFrame) -> _Applied:
         given = f"{frame.scalars['loss']:.3g}"
         return None, f"the loss that was given, {given}, is not the mean over tokens: about {weights.loss:.3g}"
     return f"logits of {weights.microbatches:g} forwards, {weights.tokens * weights.microbatches:.0f} tokens", ""
+
+
+def _by_norm(frame: StepFrame) -> _Applied:
+    """Without token weights."""
+    name = logits_of(frame.scalars)
+    if name is None:
+        return None, ""
+    place = frame.sites.place.get(Site(name.removeprefix(LOGITS), "grad_output"))
+    if place is None or not frame.calls[place]:
+        return None, "the output of the module that gives the logits has no measured gradient"
+    if frame.rows > 1:
+        return None, f"one of {frame.rows} rows was read: a sum over all rows is known in ten of 500 measured steps"
+    gradient = LogitsGradient.of(
+        frame.scalars[name],
+        frame.scalars["loss"],
+        frame.totals.entries(np.array([place])),
+        int(frame.calls[place]),
+        len(frame.ranks.present),
+    )
+    where = f"the size of the gradient of {frame.scalars[name]:.0f} rows of logits; weights by 'token_weights'"
+    return (where if gradient else None), "the loss is too small to tell anything of its gradient"
 
 
 def _identity(frame: StepFrame) -> _Applied:

@@ -206,7 +206,7 @@ class Monitor:
         of_scaler = None
         if self._scaling is not None and self._measured:
             of_scaler = self._scaling.marks()
-        return Scalars(self._parameters.scalars | given, of_scaler, sample_ids)
+        return Scalars(self._parameters.scalars(given.get("loss")) | given, of_scaler, sample_ids)
 
     def _is_due(self) -> bool:
         if self._budget is not None:

@@ -25,6 +25,7 @@ from hookstats.numbers.kinds import is_of_kind, kind_of
 from hookstats.watch.batches import Batches, ByIdentity, Owner, Parameter, Stepping, part_held, placing
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.flags import is_capturing
+from hookstats.watch.given_loss import GivenLoss
 from hookstats.watch.local_gradients import LOCAL_GRADIENT, LocalGradients
 from hookstats.watch.memory import Entry, Store, local_part
 from hookstats.watch.optimizer_law import KIND as LAW
@@ -69,6 +70,7 @@ class Parameters:
         self._states = States(store, binder, default) if STATES in kinds else None
         self._between = BetweenSteps() if OUTSIDE in kinds else None
         self._law = OptimizerLaw(store.flags.on) if LAW in kinds else None
+        self.given_loss = GivenLoss(model)
         self._has_samples = not set(kinds).isdisjoint(SAMPLES)
         self._unstepped: dict[Parameter, Sample] = {}  # while a step is closed
         self._readings = 0  # of the open step; counted on from a multiple of OF_OPTIMIZER
@@ -79,14 +81,18 @@ class Parameters:
 
     @property
     def left_out_of_laws(self) -> Mapping[str, Mapping[str, int]]:
-        """Return how many parameters the law of optimizers leaves out, by the reason, and how many identities."""
-        of_optimizers = {} if self._law is None else self._law.left_out
-        return {"optimizer": of_optimizers, "identity": {} if self.identities is None else self.identities.reasons}
+        """Return, by the reason, how many parameters, identities and losses laws leave out."""
+        return {
+            "optimizer": {} if self._law is None else self._law.left_out,
+            "identity": {} if self.identities is None else self.identities.reasons,
+            "cross_entropy": {self.given_loss.problem: 1} if self.given_loss.problem else {},
+        }
 
-    @property
-    def scalars(self) -> dict[str, Any]:
-        """Return the settings of groups of optimizers that have stepped, where the law of optimizers is measured."""
-        return {} if self._law is None else self._law.scalars
+    def scalars(self, loss: Any) -> dict[str, Any]:
+        """Return the settings of groups of optimizers, where their law is measured, and the logits of a given loss."""
+        if not self._store.flags.value:
+            return {}
+        return self.given_loss.scalars(loss) | ({} if self._law is None else self._law.scalars)
 
     def add(self, name: str, slot: Slot, keep_channels: bool, group_size: int | None) -> None:
         """Watches a parameter."""

@@ -104,6 +104,8 @@ def test_what_ranks_measure_together_is_what_one_process_measures(scattered: boo
     biases = {site for site in wanted if site.tensor.endswith(".1")}
     assert all(snapshot[site].calls == 4 * wanted[site].calls for site in biases)
     check_sites(snapshot, wanted, but=biases, times=2, flat=scattered)
+    assert wanted["", "token_weights.each"].calls == MICROBATCHES  # ranks have a part of the vocabulary each
+    assert not any(site.tensor.startswith("token_weights") for site in snapshot)
     assert snapshot.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-5)
 
 

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 import hookstats
 from hookstats import Snapshot
 from hookstats.rules import Finding, cross_entropy_gradient, judge
+from hookstats.watch.given_loss import GivenLoss
 from tests.rules.tokens import CLASSES, FAULTS, HEALTHY, TENSORS, Loss, mean, snapshots, summed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -154,3 +155,73 @@ def test_one_step_alone_is_not_told() -> None:
 def test_training_is_the_same_to_the_bit() -> None:
     losses = [[each.scalars["loss"] for each in snapshots(HEALTHY["mean of means"], steps=4)] for _ in range(2)]
     assert losses[0] == losses[1]
+
+
+# Without weights of tokens: one backward a step, of a loss that is given with its grad_fn.
+BY_NORM: dict[str, Any] = {"tensors": ("output", "grad_output"), "lengths": (12,)}
+
+
+def times(factor: float) -> Loss:
+    return lambda logits, targets, count: factor * mean(logits, targets)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "autocast", "padded", "float64"])
+def test_by_default_the_gradient_is_held_against_its_loss(name: str) -> None:
+    how = WAYS[name] | BY_NORM
+    is_in_bfloat16 = name == "bfloat16"  # its softmax, too: then nothing is said
+    taken = snapshots(times(1), **how, steps=24)
+    assert judged(taken) == []
+    assert [each.scalars.get("cross_entropy.3") for each in taken] == [None if is_in_bfloat16 else 96.0] * 24
+    (found, *_) = judged(snapshots(times(3), **how)) or [None]
+    assert (found is None) == is_in_bfloat16
+    if found is not None:
+        assert (found.severity, found.site.name, found.step, found.since) == ("critical", "3", 1, 0)
+        assert found.value == pytest.approx(3, rel=0.02)  # 1 - p is about the same in all rows, at the beginning
+
+
+def test_what_a_size_alone_tells_of_a_denominator() -> None:
+    (found,) = judged(snapshots(times(96), **BY_NORM))
+    assert found.value == pytest.approx(96, rel=0.02)
+    assert "There are 96 rows: the losses are summed instead of averaged." in found.sentence
+    (found,) = judged(snapshots(times(1 / 96), **BY_NORM))
+    assert (found.severity, found.step) == ("warning", 1)
+    assert found.value == pytest.approx(1 - 1 / CLASSES, rel=0.02)  # 1 - p, where all classes are as likely
+    assert "divided by something twice" in found.sentence
+    several = BY_NORM | {"lengths": (12,) * 4}
+    assert judged(snapshots(times(1), **several)) == []  # a norm of 2 is allowed for each
+    assert judged(snapshots(times(96), **several))[0].value == pytest.approx(93, rel=0.02)
+
+
+def test_a_large_power_of_two_may_be_a_scale() -> None:
+    assert judged(snapshots(times(2.0**16), **BY_NORM)) == []
+
+
+def test_a_gradient_whose_signs_do_not_balance_is_told() -> None:
+    def loss(logits: torch.Tensor, targets: torch.Tensor, count: int) -> torch.Tensor:
+        seen = logits.view_as(logits)
+        seen.register_hook(lambda gradient: gradient.clamp(-5e-3, 5e-3))  # those of targets are about -1 / 96
+        return mean(seen, targets)
+
+    (found,) = judged(snapshots(loss, **BY_NORM))
+    assert (found.severity, found.site.name) == ("warning", "3")
+    assert "has a sum of 3" in found.sentence
+
+
+GIVEN: dict[str, Any] = {
+    "without its grad_fn": {"given": lambda loss: loss.detach()},
+    "no mean of torch's cross_entropy, but of MulBackward0": {"given": lambda loss: 2 * loss},
+    "through TanhBackward0": {"shown": lambda logits: logits.tanh()},
+    "in float32": {"shown": lambda logits: logits.bfloat16()},
+}
+
+
+@pytest.mark.parametrize("why", GIVEN)
+def test_why_a_loss_is_not_held_against_its_gradient(why: str) -> None:
+    torch.manual_seed(0)
+    head, how = torch.nn.Linear(8, 5), {"given": lambda loss: loss, "shown": lambda logits: logits} | GIVEN[why]
+    loss = cross_entropy(how["shown"](head(torch.randn(4, 8))), torch.arange(4))
+    found = GivenLoss(head)
+    assert found.scalars(how["given"](loss)) == {}
+    assert why in found.problem
+    assert found.scalars(cross_entropy(head(torch.randn(4, 8)), torch.arange(4))) == {"cross_entropy.": 4}
+    assert found.problem == ""

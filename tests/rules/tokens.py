@@ -55,6 +55,7 @@ def snapshots(
     steps: int = 6,
     given: Callable[[torch.Tensor], Any] = lambda loss: loss,
     grad_scaler: Any = True,
+    tensors: tuple[str, ...] = TENSORS,
 ) -> list[Snapshot]:
     """Each step has 4 microbatches of 8 rows of so many tokens; given: to the monitor, of the mean loss of the last.
 
@@ -66,7 +67,7 @@ def snapshots(
     optimizer, taken = torch.optim.AdamW(model.parameters(), 3e-3), list[Snapshot]()
     loss = FAULTS[loss_of] if isinstance(loss_of, str) else loss_of
     options = hookstats.Options(grad_scaler=scaler if grad_scaler is True else grad_scaler)
-    with hookstats.attach(model, tensors=TENSORS, every=1, sinks=taken.append, options=options) as monitor:
+    with hookstats.attach(model, tensors=tensors, every=1, sinks=taken.append, options=options) as monitor:
         for step in range(steps):
             source = torch.Generator().manual_seed(step)
             batches = [torch.randint(CLASSES, (8, length), generator=source) for length in lengths]

@@ -65,7 +65,7 @@ def test_each_law_says_where_it_is_applied_or_why_not(tmp_path: Path) -> None:
         ("the loss was not given", {"given": lambda loss: {}}),
         ("is not the mean over tokens", {"given": lambda loss: {"loss": 10 * loss}}),
         ("no plain cross entropy", {"loss": lambda x, y: cross_entropy(x, y, label_smoothing=0.1)}),
-        ("needs 'token_weights' among the tensors", {"tensors": ("output", "grad_output")}),
+        ("needs 'grad_output' among the tensors", {"tensors": ("output", "param_grad")}),
         ("declared as broken by design", {"options": hookstats.Options(laws={"cross_entropy": False})}),
         ("no measured step has arrived", {"steps": 0}),
     ],
