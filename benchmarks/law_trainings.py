@@ -43,11 +43,11 @@ def train(model: nn.Module, loss_of: Loss, precision: str, number: int, tensors:
                 with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
                     loss = loss_of(microbatches * step + microbatch)
                 (loss / microbatches).backward()
-                losses.append(loss.detach())
+                losses.append(loss)
             if number % 4 > 1:
                 nn.utils.clip_grad_norm_(learned, 0.1)
             optimizer.step()
-            monitor.step(loss=torch.stack(losses).mean())
+            monitor.step(loss=losses[0] if microbatches == 1 else torch.stack(losses).mean())
     return taken
 
 

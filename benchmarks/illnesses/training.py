@@ -55,7 +55,7 @@ class Setup:
         self.after_backward(number)
         if self.steps_optimizer(number):
             self.optimizer.step()
-        return loss.detach()
+        return loss
 
     def set_lr(self, lr: float, group: int | None = None) -> None:
         for i, each in enumerate(self.optimizer.param_groups):

@@ -20,6 +20,8 @@ from hookstats.rules.step import Mask, Step
 # gradients are kept in. The roundings of summands are independent of each other: so many deviations of their sum.
 _ROUNDING, _DEVIATIONS = 2.0**-8, 4.0
 _LOW_BITS = 0x1FFF  # of a float32, that are 0 in what was rounded to bfloat16, or to float16
+# The last of them stay 0 where a few such numbers were added up in float32: of threads, of microbatches under autocast.
+_LAST_BITS, _MOST_CHANNELS, _ENOUGH = 0xF, 0.9, 8
 _TELLS = 8.0  # times what rounding leaves: sums of this size have not cancelled
 _LEAST, _LEAST_OF_RIGHT = 0.02, 1e-5  # of an L1 norm: the same of totals over all channels
 _EQUAL, _CONSTANT, _EXACT = 0.01, 0.005, 1e-4  # ratios: that agree; from step to step; where layers agree to less
@@ -106,8 +108,11 @@ class Sides(NamedTuple):
         (mean, count, size), (mean_right, rows, size_right) = parts
         begin, now, fresh = np.cumsum(widths) - widths, mean * count, mean_right * rows
         # What is kept in few bits may have been summed in as few, each summand rounded at the size of the sum.
-        is_single = (count == 1) & (np.float32(now).view(np.uint32) & _LOW_BITS == 0)
-        is_coarse = np.repeat(np.logical_and.reduceat(is_single, begin), widths)
+        bits = np.where(count == 1, np.float32(now).view(np.uint32), _LOW_BITS)
+        is_there, is_last = np.add.reduceat([bits > 0, (bits > 0) & (bits & _LAST_BITS == 0)], begin, axis=1, dtype=int)
+        is_coarse = np.logical_and.reduceat(bits & _LOW_BITS == 0, begin)
+        is_coarse |= (is_there >= _ENOUGH) & (is_last > _MOST_CHANNELS * is_there)
+        is_coarse = np.repeat(is_coarse, widths)
         spread = _DEVIATIONS * np.where(is_coarse, np.sqrt(rows), 1.0)
         own = np.where(np.arange(len(now)) < len(now) - totals.shape[1], 0.0, _ROUNDING * _DEVIATIONS * size)
         layers = np.concatenate([np.array(with_channels, np.int64), totals[0]])

@@ -210,6 +210,7 @@ def test_a_gradient_whose_signs_do_not_balance_is_told() -> None:
 GIVEN: dict[str, Any] = {
     "without its grad_fn": {"given": lambda loss: loss.detach()},
     "no mean of torch's cross_entropy, but of MulBackward0": {"given": lambda loss: 2 * loss},
+    "no mean of torch's cross_entropy, but of NllLossBackward0": {"reduction": "sum"},
     "through TanhBackward0": {"shown": lambda logits: logits.tanh()},
     "in float32": {"shown": lambda logits: logits.bfloat16()},
 }
@@ -218,8 +219,9 @@ GIVEN: dict[str, Any] = {
 @pytest.mark.parametrize("why", GIVEN)
 def test_why_a_loss_is_not_held_against_its_gradient(why: str) -> None:
     torch.manual_seed(0)
-    head, how = torch.nn.Linear(8, 5), {"given": lambda loss: loss, "shown": lambda logits: logits} | GIVEN[why]
-    loss = cross_entropy(how["shown"](head(torch.randn(4, 8))), torch.arange(4))
+    usual: dict[str, Any] = {"given": lambda loss: loss, "shown": lambda logits: logits, "reduction": "mean"}
+    head, how = torch.nn.Linear(8, 5), usual | GIVEN[why]
+    loss = cross_entropy(how["shown"](head(torch.randn(4, 8))), torch.arange(4), reduction=how["reduction"])
     found = GivenLoss(head)
     assert found.scalars(how["given"](loss)) == {}
     assert why in found.problem

@@ -11,8 +11,12 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
+import hookstats
 from hookstats import Snapshot
 from hookstats.rules import Finding, Judge, bias_gradient, judge
+from hookstats.rules.laws import sides_of_biases
+from hookstats.rules.ratios import residuals
+from hookstats.rules.step import SiteIds, Step
 from tests.rules.trainings import OnDigits, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -247,6 +251,28 @@ def test_other_ways_to_train_keep_it_or_are_not_judged(how: str) -> None:
         return data(step)
 
     assert judged(healthy, loss_of) == []
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_what_was_summed_in_bfloat16_is_known_by_its_bits(microbatches: int) -> None:
+    """A LayerNorm under autocast, on a CPU: each row is rounded at the size of the sum, a float32 is what comes."""
+    torch.manual_seed(0)
+    healthy, taken, largest = nn.Sequential(nn.Linear(64, 32), nn.LayerNorm(32), nn.Linear(32, 10)), [], []
+    with hookstats.attach(healthy, tensors=KINDS, every=1, sinks=taken.append) as monitor:
+        for step in range(8):
+            healthy.zero_grad()
+            for microbatch in range(microbatches):
+                x = torch.randn(256, 64, generator=torch.Generator().manual_seed(9 * step + microbatch))
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = cross_entropy(healthy(x).float(), x.argmax(1) % 10)
+                (loss / microbatches).backward()
+            monitor.step()
+    sites = SiteIds()
+    for snapshot in taken:
+        sides, _ = sides_of_biases(Step(snapshot, sites), "param_grad")
+        assert sides is not None
+        largest.append(residuals(sides)[2].max())
+    assert max(largest) < 1
 
 
 def regression(seed: int) -> tuple[nn.Sequential, torch.Tensor, torch.Tensor]:

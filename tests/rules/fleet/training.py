@@ -100,10 +100,10 @@ def plain(
     optimizer: torch.optim.Optimizer,
     clip: float | None = None,
     before: Callable[[int], object] | None = None,
-) -> Callable[[int], float]:
-    """A step of training as most are. before: may change what it will."""
+) -> Callable[[int], torch.Tensor]:
+    """A step of training as most are, whose loss is given as it is. before: may change what it will."""
 
-    def step(number: int) -> float:
+    def step(number: int) -> torch.Tensor:
         if before is not None:
             before(number)
         optimizer.zero_grad()
@@ -112,7 +112,7 @@ def plain(
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
-        return loss.item()
+        return loss
 
     return step
 
