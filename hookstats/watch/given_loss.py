@@ -26,6 +26,7 @@ class GivenLoss:
         self._model = weakref.ref(model)
         self.problem = "the loss was not given: monitor.step(loss=loss)"  # of the latest one; empty: none
         self.no_weights = ""  # why weights of tokens are not measured
+        self._latest: tuple[str, Any] = ("", lambda: None)  # the module that had the weight, which is looked at first
 
     def scalars(self, loss: Any) -> dict[str, float]:
         """Return how many rows the logits have, by the module whose output they are; nothing: `problem` says why."""
@@ -42,11 +43,15 @@ class GivenLoss:
         return {}
 
     def _name_of(self, product: Any) -> str:
-        model = self._model()
         weights = [_passed(node, ()) for node, _ in product.next_functions]
         read = {id(node.variable) for node in weights if hasattr(node, "variable")}
+        name, module = self._latest
+        if id(getattr(module(), "weight", None)) in read:
+            return name
+        model = self._model()
         for name, module in () if model is None else clean_names(model).items():
             if id(getattr(module, "weight", None)) in read and not isinstance(module, nn.Embedding):
+                self._latest = name, weakref.ref(module)
                 return name
         raise _Problem("the logits are no product with a weight of the model, as where FSDP has gathered it")
 
