@@ -257,7 +257,8 @@ def test_other_ways_to_train_keep_it_or_are_not_judged(how: str) -> None:
 def test_what_was_summed_in_bfloat16_is_known_by_its_bits(microbatches: int) -> None:
     """A LayerNorm under autocast, on a CPU: each row is rounded at the size of the sum, a float32 is what comes."""
     torch.manual_seed(0)
-    healthy, taken, largest = nn.Sequential(nn.Linear(64, 32), nn.LayerNorm(32), nn.Linear(32, 10)), [], []
+    healthy = nn.Sequential(nn.Linear(64, 32), nn.LayerNorm(32), nn.Linear(32, 10))
+    taken, largest = list[Snapshot](), list[float]()
     with hookstats.attach(healthy, tensors=KINDS, every=1, sinks=taken.append) as monitor:
         for step in range(8):
             healthy.zero_grad()
@@ -271,7 +272,7 @@ def test_what_was_summed_in_bfloat16_is_known_by_its_bits(microbatches: int) -> 
     for snapshot in taken:
         sides, _ = sides_of_biases(Step(snapshot, sites), "param_grad")
         assert sides is not None
-        largest.append(residuals(sides)[2].max())
+        largest.append(float(residuals(sides)[2].max()))
     assert max(largest) < 1
 
 
