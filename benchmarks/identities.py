@@ -1,25 +1,33 @@
-"""What identities cover, find and cost: ``python -m benchmarks.identities coverage|healthy|faults|cost``.
+"""What identities cover, find and cost: ``python -m benchmarks.identities coverage|healthy|fleet|faults|cost``.
 
-coverage: small models of many types, each judged at other parameters for another loss. healthy: the largest z of a
-Llama that trains. faults: gradients that are wrong in many ways, in three precisions, as the rule
-finds them in the first four steps. cost: of a measured step.
+coverage: small models of many types, each judged at other parameters for another loss, in float64. healthy: the largest
+z of 28 kinds of models that train, in four precisions. fleet: alarms in the healthy trainings of benchmarks.illnesses.
+These three take names, too: of these alone. faults: gradients that are wrong in many ways, in three precisions, as the
+rule finds them in the first four steps. cost: of a measured step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
+import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import hookstats
+from benchmarks.illnesses import healthy as illnesses_healthy
+from benchmarks.illnesses import more_healthy, public_healthy, training
+from benchmarks.illnesses.training import KINDS
+from hookstats.results import Identities
 from hookstats.rules import Finding, identity, judge
 from hookstats.rules.identities import compare
 from hookstats.rules.step import SiteIds, Step
@@ -28,22 +36,54 @@ from tests.language import zoo as languages
 from tests.modules import zoo as others
 
 PRECISIONS = ("float32", "autocast", "bfloat16")
+HEALTHY_PRECISIONS = (*PRECISIONS, "float16")
+HEALTHY_KINDS = """
+    ours mlp cnn resnet llama qwen2 qwen3 qwen3_moe mixtral gemma gemma2 gemma3_text phi phi3 olmo2 gpt_neox gpt2 opt
+    gpt_oss deepseek_v3 bloom falcon granite cohere starcoder2 smollm3 glm4 mistral
+""".split()  # noqa: SIM905
+
+
+WRONG = 1e-3  # of their size, by which sums differ in float64: norms that compute in float32 leave 1e-6
 
 
 def moved(model: nn.Module) -> nn.Module:
-    """Return a copy with other parameters."""
+    """Return a copy with other parameters, in float64."""
     torch.manual_seed(5)
-    model = copy.deepcopy(model)
+    model = copy.deepcopy(model).double()
     with torch.no_grad():
         for each in model.parameters():
             each.add_(0.05 * torch.randn_like(each))
     return model
 
 
-def coverage() -> None:
+def wrong_of(found: Identities, model: nn.Module, inputs: dict[str, Any]) -> str:
+    """Count the identities that gradients of a random loss do not fulfil at other parameters, in float64 if it can."""
+
+    def judged(other: nn.Module) -> str:
+        def run() -> None:
+            dtype = next(other.parameters()).dtype
+            given = {
+                name: each.to(dtype) if isinstance(each, torch.Tensor) and each.is_floating_point() else each
+                for name, each in inputs.items()
+            }
+            tensors = [each for each in tree_leaves(other(**given)) if isinstance(each, torch.Tensor)]
+            torch.stack([(x * torch.randn_like(x)).sum().double() for x in tensors if x.requires_grad]).sum().backward()
+
+        return str(sum(each.relative > WRONG for each in found.check(run, other).breaks))
+
+    try:
+        return judged(moved(model))
+    except RuntimeError:  # what mixes float32 into it
+        try:
+            return judged(moved(model).float()) + " (float32)"
+        except RuntimeError:
+            return "not judged: it has no backward"
+
+
+def coverage(chosen: list[str]) -> None:
     print("| model | identities | sums | of the parameters | forwards | wrong |\n|---|---|---|---|---|---|")
     counts = [0, 0, 0, 0]
-    for name in dict.fromkeys((*languages.TYPES, *others.TUNED, *others.OTHERS)):
+    for name in chosen or dict.fromkeys((*languages.TYPES, *others.TUNED, *others.OTHERS)):
         torch.manual_seed(0)
         if name in languages.TYPES:
             model, inputs = languages.make(name).eval(), languages.batch()
@@ -57,69 +97,128 @@ def coverage() -> None:
             return model(**inputs)
 
         found = hookstats.find_identities(model, forward)
-        other = moved(model)
-
-        def run(other: nn.Module = other, inputs: dict[str, Any] = inputs) -> None:
-            tensors = [each for each in tree_leaves(other(**inputs)) if isinstance(each, torch.Tensor)]
-            torch.stack(
-                [(each * torch.randn_like(each)).sum() for each in tensors if each.requires_grad]
-            ).sum().backward()
-
-        try:
-            wrong = str(len(found.check(run, other).breaks))
-        except RuntimeError:
-            wrong = "not judged: it has no backward"
+        wrong = wrong_of(found, model, inputs)
         held = {parameter for each in found.identities for parameter in each.parameters}
         numbers = {name: each.numel() for name, each in model.named_parameters()}
         share = sum(count for parameter, count in numbers.items() if parameter in held) / sum(numbers.values())
         sums = sum(each.groups for each in found.identities)
         print(f"| {name} | {len(found)} | {sums} | {share:.0%} | {runs[0]} | {wrong} |", flush=True)
-        counts = [
-            a + b for a, b in zip(counts, (1, len(found), sums, int(wrong) if wrong.isdigit() else 0), strict=True)
-        ]
+        new = (1, len(found), sums, int(wrong.split()[0]) if wrong[0].isdigit() else 0)
+        counts = [a + b for a, b in zip(counts, new, strict=True)]
     print("| {} models | {} | {} | | | {} |".format(*counts))
 
 
-def prepared(precision: str, layers: int = 2) -> tuple[Llama, Callable[[nn.Module], None]]:
-    torch.manual_seed(0)
-    model = Llama(layers)
-    if precision == "bfloat16":
-        model.bfloat16()
-
-    def train(model: nn.Module) -> None:
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
-            loss = loss_of(model, ids(4, 16))
-        loss.backward()
-
-    return model, train
+class Trained(NamedTuple):
+    findings: list[Finding]
+    z: list[float]
 
 
-Trained = tuple[list[Finding], list[float]]
+class Training:
+    """A model, its loss in a precision, and steps that are all measured."""
+
+    def __init__(self, kind: str, precision: str) -> None:
+        """kind: "ours" (a Llama by hand), one of benchmarks.illnesses, or a model type of transformers."""
+        torch.manual_seed(0)
+        self.dtype = {"autocast": torch.bfloat16, "float16": torch.float16}.get(precision)
+        self.scaler = torch.amp.GradScaler("cpu") if precision == "float16" else None
+        self.model: Any
+        if kind == "ours":
+            self.model, inputs = Llama(), {"ids": ids(4, 16)}
+            self.loss: Callable[[], torch.Tensor] = lambda: loss_of(self.model, inputs["ids"])
+        elif kind in KINDS:
+            setup = KINDS[kind]()
+            self.model, (x, y) = setup.model, setup.data(0)
+            inputs = {"input": x.bfloat16() if precision == "bfloat16" and x.is_floating_point() else x}
+            self.loss = lambda: setup.loss(self.model(inputs["input"]).float(), y)
+        else:
+            self.model, inputs = languages.make(kind), languages.batch()
+            labels = {"labels": inputs.pop("labels")}
+            self.loss = lambda: self.model(**inputs, **labels).loss
+        if precision == "bfloat16":
+            self.model.bfloat16()
+        run = (lambda: self.model(inputs["input"])) if kind in KINDS else (lambda: self.model(**inputs))
+        self.found = hookstats.find_identities(self.model, run)
+
+    def train(self, steps: int, change: Callable[[], None] = lambda: None) -> Trained:
+        """Return what the rule finds, and all z. change: of gradients, after each backward."""
+        optimizer, taken = torch.optim.AdamW(self.model.parameters(), lr=3e-3), list[hookstats.Snapshot]()
+        options = hookstats.Options(identities=self.found, grad_scaler=self.scaler)
+        with hookstats.attach(self.model, every=1, sinks=taken.append, options=options) as monitor:
+            for _ in range(steps):
+                optimizer.zero_grad()
+                with torch.autocast("cpu", self.dtype, enabled=self.dtype is not None):
+                    loss = self.loss()
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+                change()
+                if self.scaler is None:
+                    optimizer.step()
+                else:
+                    self.scaler.step(optimizer)
+                    self.scaler.update()
+                monitor.step()
+        return Trained(judge(taken, [identity]), z_of(taken))
 
 
-def trained(
-    model: Llama, train: Callable[[nn.Module], None], steps: int, change: Callable[[], None] = lambda: None
-) -> Trained:
-    """Return what the rule finds where each step is measured, and all z. change: of gradients, after each backward."""
-    found = hookstats.find_identities(model, lambda: model(ids(4, 16)))
-    optimizer, taken = torch.optim.AdamW(model.parameters(), lr=3e-3), list[hookstats.Snapshot]()
-    options = hookstats.Options(identities=found)
-    with hookstats.attach(model, every=1, sinks=taken.append, options=options) as monitor:
-        for _ in range(steps):
-            optimizer.zero_grad()
-            train(model)
-            change()
-            optimizer.step()
-            monitor.step()
-    return judge(taken, [identity]), [float(e.z.max()) for each in taken for e in compare(Step(each, SiteIds()))]
+def z_of(taken: list[hookstats.Snapshot]) -> list[float]:
+    """Return the largest z of each identity in each step."""
+    ids_of_sites = SiteIds()
+    return [float(each.z.max()) for step in taken for each in compare(Step(step, ids_of_sites))]
 
 
-def healthy() -> None:
-    print("| precision | evaluations | z: median | largest | findings |\n|---|---|---|---|---|")
-    for precision in PRECISIONS:
-        findings, z = trained(*prepared(precision), steps=60)
-        values = torch.tensor(z)
-        print(f"| {precision} | {len(z)} | {values.median():.2g} | {values.max():.2g} | {len(findings)} |", flush=True)
+def healthy(kinds: list[str]) -> None:
+    print("| model | precision | evaluations | z: median | largest | findings |\n|---|---|---|---|---|---|")
+    totals = {precision: list[float]() for precision in HEALTHY_PRECISIONS}
+    for kind in kinds or HEALTHY_KINDS:
+        for precision, all_z in totals.items():
+            try:
+                findings, z = Training(kind, precision).train(10)
+            except Exception as error:  # transformers has kinds that do not run in each precision
+                print(f"| {kind} | {precision} | {type(error).__name__}: {str(error)[:60]} | | | |", flush=True)
+                continue
+            all_z += z
+            figures = f"{statistics.median(z):.2g} | {max(z):.2g}" if z else "- | -"
+            print(f"| {kind} | {precision} | {len(z)} | {figures} | {len(findings)} |", flush=True)
+    for precision, all_z in totals.items():
+        over = sum(z > 8 for z in all_z)
+        print(
+            f"| all | {precision} | {len(all_z)} | {statistics.median(all_z):.2g} | {max(all_z):.2g} | {over} over 8 |"
+        )
+
+
+def of_fleet(names: list[str]) -> None:
+    """Run each training twice: the first step of the first time shows what the model is given."""
+    print("| training | identities | evaluations | z: largest | findings |\n|---|---|---|---|---|")
+    rooms = [training, illnesses_healthy, more_healthy, public_healthy]
+    for name, make in illnesses_healthy.HEALTHY.items():
+        given = list[tuple[Any, dict[str, Any]]]()
+        found = list[Identities]()
+
+        def looking(model: nn.Module, snapshots: Any, given: Any = given) -> hookstats.Monitor:
+            model.register_forward_pre_hook(lambda _, args, kwargs: given.append((args, kwargs)), with_kwargs=True)
+
+            def stop(_: hookstats.Snapshot) -> None:
+                raise KeyboardInterrupt
+
+            return hookstats.attach(model, every=1, sinks=stop)
+
+        def holding(model: nn.Module, snapshots: Any, given: Any = given, found: Any = found) -> hookstats.Monitor:
+            args, kwargs = given[0]
+            found.append(hookstats.find_identities(model, lambda: model(*args, **kwargs)))
+            options = hookstats.Options(identities=found[0])
+            return hookstats.attach(model, every=1, sinks=snapshots.append, options=options)
+
+        if names and name not in names:
+            continue
+        for how in (looking, holding):
+            with contextlib.ExitStack() as patched, contextlib.suppress(KeyboardInterrupt):
+                for room in rooms:
+                    if hasattr(room, "attached"):
+                        patched.enter_context(mock.patch.object(room, "attached", how))
+                training.seeded()
+                taken = make().snapshots
+        z = z_of(taken)
+        largest = f"{max(z):.2g}" if z else "-"
+        print(f"| {name} | {len(found[0])} | {len(z)} | {largest} | {len(judge(taken, [identity]))} |", flush=True)
 
 
 def cost() -> None:
@@ -153,7 +252,7 @@ def cost() -> None:
         print(f"{name}: median {1e3 * sorted(seconds)[len(seconds) // 2]:.1f}, fastest {1e3 * min(seconds):.1f}")
 
 
-Change = Callable[[dict[str, torch.Tensor]], None]
+Change = Callable[[dict[str, torch.Tensor]], Any]
 
 
 def times(name: str, factor: float, places: Any = ...) -> Change:
@@ -173,24 +272,47 @@ def every(part: str, factor: float) -> Change:
 
 
 A, M = "layers.1.attention", "layers.0.mlp"
-AFTER: dict[str, Change] = {
+Q, K, V, OUT, UP, DOWN = (
+    *(f"{A}.{name}_proj.weight" for name in "qkvo"),
+    f"{M}.up_proj.weight",
+    f"{M}.down_proj.weight",
+)
+# Reductions, accumulation, buckets, scaling.
+REDUCTIONS: dict[str, Change] = {
     "a norm's gradient halved": times("layers.0.norm1.weight", 0.5),
     "a norm counted twice": times("layers.1.norm2.weight", 2),
+    "a norm's gradient lost": times("layers.1.norm1.weight", 0),
+    "the last norm averaged over 8 ranks": times("norm.weight", 1 / 8),
     "all norms averaged over 4 ranks": every("norm", 0.25),
+    "all norms but the first layer's counted twice": every("layers.1.norm", 2),
+    "a norm's shard of another rank": lambda gradients: gradients["layers.0.norm2.weight"].copy_(
+        gradients["layers.0.norm2.weight"].roll(16)
+    ),
     "one layer's MLP x 8": every("layers.0.mlp", 8),
-    "queries without 1 / sqrt(d)": times(f"{A}.q_proj.weight", 2.83),
-    "values of one head lost": times(f"{A}.v_proj.weight", 0, slice(0, 8)),
-    "keys of one head lost": times(f"{A}.k_proj.weight", 0, slice(8, 16)),
-    "rows of a shard twice": times(f"{M}.up_proj.weight", 2, slice(0, 32)),
-    "columns of a shard lost": times(f"{M}.down_proj.weight", 0, (slice(None), slice(0, 16))),
+    "queries without 1 / sqrt(d)": times(Q, 2.83),
+    "queries' biases x 4 (a small part of their sums)": times(f"{A}.q_proj.bias", 4),
+    "keys not summed over a group": times(K, 0.5),
+    "values of one head lost": times(V, 0, slice(0, 8)),
+    "keys of one head lost": times(K, 0, slice(8, 16)),
+    "outputs' columns of one head twice": times(OUT, 2, (slice(None), slice(0, 8))),
+    "rows of a shard twice": times(UP, 2, slice(0, 32)),
+    "rows of a shard lost": times(UP, 0, slice(48, 64)),
+    "columns of a shard lost": times(DOWN, 0, (slice(None), slice(0, 16))),
     "a bucket not reduced (half)": every("layers.1.attention", 0.5),
-    "one element, sign": times(f"{M}.up_proj.weight", -1, (3, 4)),
-    "one tile of 8 x 8 x 2": times(f"{M}.down_proj.weight", 2, (slice(0, 8), slice(0, 8))),
-    "up x 1.1": times(f"{M}.up_proj.weight", 1.1),
-    "up x 1.03": times(f"{M}.up_proj.weight", 1.03),
-    "up x 1.01": times(f"{M}.up_proj.weight", 1.01),
-    "head x 2": times("head.weight", 2),
-    "query biases x 4 (a small part of their sums)": times(f"{A}.q_proj.bias", 4),
+    "a bucket of the last microbatch alone": every("layers.1.mlp", 1 / 3),
+    "a parameter not unscaled": times(DOWN, 2.0**8),
+    "a parameter clipped alone": times(V, 0.1),
+    "the head x 2": times("head.weight", 2),
+}
+PLACES = {UP: (3, 4), DOWN: (4, 3), Q: (2, 5), V: (1, 6), OUT: (7, 1)}
+ELEMENTS: dict[str, Change] = {
+    f"one element of {name}, x {factor}": times(name, factor, place)
+    for name, place in PLACES.items()
+    for factor in (-1, 256)
+}
+FACTORS: dict[str, Change] = {
+    f"{name} x {factor}": times(name, factor)
+    for name, factor in ((UP, 1.01), (UP, 1.03), (UP, 1.1), (DOWN, 1.2), (K, 1.3), ("norm.weight", 1.1), (V, 1.5))
 }
 
 
@@ -253,38 +375,67 @@ def norm_without_rows(model: Llama) -> Any:
     return Undo()
 
 
+def lost_channels(gradient: torch.Tensor) -> torch.Tensor:
+    gradient = gradient.clone()
+    gradient[..., :4] = 0
+    return gradient
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "lost for the last tokens": lost_rows,
+    "scaled by 2": lambda gradient: gradient * 2,
+    "of the wrong sign": lambda gradient: -gradient,
+    "of the token before": lambda gradient: gradient.roll(1, 1),
+    "lost for a tile of channels": lost_channels,
+}
+OUTPUTS = {f"{A}.q_proj": "dQ", f"{A}.k_proj": "dK", f"{A}.v_proj": "dV", f"{M}.up_proj": "dy of up"}
 KERNELS: dict[str, Callable[[Llama], Any]] = {
-    "dV lost for the last tokens": behind("layers.1.attention.v_proj", lost_rows),
-    "dK scaled by 2": behind("layers.1.attention.k_proj", lambda g: g * 2),
-    "dQ with the wrong sign": behind("layers.0.attention.q_proj", lambda g: -g),
-    "dx of up dropped to a quarter": behind("layers.0.mlp.up_proj", lambda g: g * 0.25),
+    **{
+        f"{what} {how}": behind(name, change)
+        for name, what in (OUTPUTS | {"layers.0.norm2": "dy of a norm"}).items()
+        for how, change in CHANGES.items()
+    },
+    "dx of up dropped to a quarter": behind(f"{M}.up_proj", lambda g: g * 0.25),
     "a norm's dw loses rows": norm_without_rows,
-    "dy of the norm's output lost for some tokens": behind("layers.0.norm2", lost_rows),
     "dlogits scaled (no symmetry broken: not seen)": behind("head", lambda g: g * 2),
-    "gate's gradient wrong (no symmetry broken: not seen)": behind("layers.0.mlp.gate_proj", lambda g: g * 2),
+    "dlogits lost for the last tokens (not seen)": behind("head", lost_rows),
+    "gate's gradient wrong (no symmetry broken: not seen)": behind(f"{M}.gate_proj", lambda g: g * 2),
+    "gate's gradient lost for the last tokens (not seen)": behind(f"{M}.gate_proj", lost_rows),
 }
 
 
 def faults() -> None:
     print(f"| fault | {' | '.join(PRECISIONS)} |\n|---|---|---|---|")
-    caught = dict.fromkeys(PRECISIONS, 0)
-    for name in (*AFTER, *KERNELS):
-        cells = []
-        for precision in PRECISIONS:
-            model, train = prepared(precision)
-            handle = KERNELS[name](model) if name in KERNELS else None
+    runs = {precision: Training("ours", precision) for precision in PRECISIONS}
+    states = {precision: copy.deepcopy(run.model.state_dict()) for precision, run in runs.items()}
+    kinds: dict[str, dict[str, Any]] = {
+        "reductions": REDUCTIONS,
+        "kernels": KERNELS,
+        "single elements": ELEMENTS,
+        "factors": FACTORS,
+    }
+    lines = []
+    for kind, group in kinds.items():
+        caught = dict.fromkeys(PRECISIONS, 0)
+        for name, fault in group.items():
+            cells = []
+            for precision, run in runs.items():
+                model: Llama = run.model
+                model.load_state_dict(states[precision])
+                handle = fault(model) if group is KERNELS else None
 
-            def change(model: Llama = model, name: str = name) -> None:
-                if name in AFTER:
-                    AFTER[name]({key: each.grad for key, each in model.named_parameters() if each.grad is not None})
+                def change(model: Llama = model, fault: Any = fault, is_kernel: bool = group is KERNELS) -> None:
+                    if not is_kernel:
+                        fault({key: each.grad for key, each in model.named_parameters() if each.grad is not None})
 
-            findings, z = trained(model, train, 4, change)
-            if handle is not None:
-                handle.remove()
-            caught[precision] += bool(findings)
-            cells.append(f"step {findings[0].step}, z {max(z):.2g}" if findings else "-")
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
-    print(f"| found of {len(AFTER) + len(KERNELS)} | {' | '.join(str(each) for each in caught.values())} |")
+                findings, z = run.train(4, change)
+                if handle is not None:
+                    handle.remove()
+                caught[precision] += bool(findings)
+                cells.append(f"step {findings[0].step}, z {max(z):.2g}" if findings else "-")
+            print(f"| {name} | {' | '.join(cells)} |", flush=True)
+        lines.append(f"| found of {len(group)}: {kind} | {' | '.join(str(each) for each in caught.values())} |")
+    print(*lines, sep="\n")
 
 
 if __name__ == "__main__":
@@ -292,5 +443,9 @@ if __name__ == "__main__":
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     begun = time.monotonic()
-    {"coverage": coverage, "healthy": healthy, "faults": faults, "cost": cost}[sys.argv[1]]()
+    command, *names = sys.argv[1:]
+    if command in ("faults", "cost"):
+        {"faults": faults, "cost": cost}[command]()
+    else:
+        {"coverage": coverage, "healthy": healthy, "fleet": of_fleet}[command](names)
     print(f"{time.monotonic() - begun:.0f} s")

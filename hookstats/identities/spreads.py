@@ -21,7 +21,7 @@ class Spread(ModuleHook):
     """Measures of a module's output and of its gradient what bounds the rounding of sums over tokens.
 
     Attributes:
-        dtypes: of the outputs that came.
+        dtypes: of the outputs that came, and of autocast.
         versions: of the module's own parameters when it ran last: which tensor, and how often that had been written to.
     """
 
@@ -78,6 +78,8 @@ class Spread(ModuleHook):
         }
         y = _local(outputs[0])
         self.dtypes.add(y.dtype)
+        if torch.is_autocast_enabled(y.device.type):  # what lies between two modules, such as attention
+            self.dtypes.add(torch.get_autocast_dtype(y.device.type))
         # Where a tensor has no channels beside its rows, both dimensions would be one; a rank's part may lack some.
         dims = [dim for dim in self._channels if (dim == -1 or y.dim() > 2) and self._has(y, dim)]
         if not dims and not self._is_reader:

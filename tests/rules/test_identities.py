@@ -12,10 +12,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import hookstats
+from benchmarks.illnesses.training import KINDS, seeded
 from hookstats.rules import Finding, identity, judge
 from hookstats.rules.formatting import number
 from hookstats.rules.identities import compare
 from hookstats.rules.step import SiteIds, Step
+from tests.identities.models import RMSNorm
 from tests.identities.test_checking import Experts
 from tests.identities.trainings import proved, snapshots, times
 
@@ -250,3 +252,65 @@ def test_other_things_than_identities_are_refused() -> None:
         hookstats.Options(identities=["a"])
     with pytest.raises(ValueError, match=r"has no parameter 'layers"):
         hookstats.attach(nn.Linear(2, 2), options=hookstats.Options(identities=proved()))
+
+
+def test_compiled_blocks_under_autocast_are_judged() -> None:
+    def compiled(model: Any) -> None:
+        for each in model.layers:
+            each.compile(backend="aot_eager")
+
+    name = "layers.0.mlp.up_proj.weight"
+    taken = snapshots(times(name, 2.0, begin=2), autocast=True, prepare=compiled)
+    z = [max(float(each.z.max()) for each in compare(Step(step, SiteIds()))) for step in taken]
+    assert max(z[:2]) < 4
+    found = judge(taken, rules=[identity])
+    assert {each.step for each in found} == {2}
+    assert all(name in each.sentence for each in found)
+
+
+class Normed(nn.Module):
+    """Queries and keys that leave their norms in float32, before products that autocast takes in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16, bias=False) for _ in range(4))
+        self.q_norm, self.k_norm = RMSNorm(16), RMSNorm(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = self.q_norm(self.q(x).float()) @ self.k_norm(self.k(x).float()).transpose(-1, -2)
+        out: torch.Tensor = self.out(logits.softmax(-1).to(x.dtype) @ self.v(x))
+        return out
+
+
+def test_what_autocast_takes_between_modules_is_judged_by_its_precision() -> None:
+    torch.manual_seed(0)
+    model, x, taken = Normed(), torch.randn(4, 24, 16), list[hookstats.Snapshot]()
+    found = hookstats.find_identities(model, lambda: model(x))
+    assert any("q_norm.weight" in each.parameters and each.kind == "pair" for each in found.identities)
+    with hookstats.attach(model, every=1, sinks=taken.append, options=hookstats.Options(identities=found)) as monitor:
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                y = model(x)
+            y.float().square().mean().backward()
+            torch.optim.SGD(model.parameters(), 1e-2).step()
+            model.zero_grad()
+            monitor.step()
+    assert judge(taken, rules=[identity]) == []
+    assert max(float(each.z.max()) for step in taken for each in compare(Step(step, SiteIds()))) < 4
+
+
+@pytest.mark.parametrize("kind", [each for each in KINDS if each != "lstm"])  # which has no identity
+def test_healthy_trainings_of_the_fleet_are_silent(kind: str) -> None:
+    seeded()
+    setup, taken = KINDS[kind](), list[hookstats.Snapshot]()
+    setup.prepare()
+    given, _ = setup.data(0)
+    found = hookstats.find_identities(setup.model, lambda: setup.model(given))
+    options = hookstats.Options(identities=found, strict=True)
+    with hookstats.attach(setup.model, every=1, sinks=taken.append, options=options) as monitor:
+        for number in range(25):
+            monitor.step(loss=setup.step(number))
+    judged = [each for step in taken for each in compare(Step(step, SiteIds()))]
+    assert len(judged) == 25 * len(found)
+    assert (len(found) > 0) == (kind != "tanh")
+    assert judge(taken, rules=[identity]) == []
