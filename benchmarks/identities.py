@@ -142,7 +142,7 @@ class Training:
     def train(self, steps: int, change: Callable[[], None] = lambda: None) -> Trained:
         """Return what the rule finds, and all z. change: of gradients, after each backward."""
         optimizer, taken = torch.optim.AdamW(self.model.parameters(), lr=3e-3), list[hookstats.Snapshot]()
-        options = hookstats.Options(identities=self.found, grad_scaler=self.scaler)
+        options = hookstats.Options(identities=self.found)
         with hookstats.attach(self.model, every=1, sinks=taken.append, options=options) as monitor:
             for _ in range(steps):
                 optimizer.zero_grad()

@@ -158,11 +158,8 @@ def trained(way: str, fault: Fault | None, rank: int = 0, world: int = 1) -> lis
     microbatches = MICROBATCHES if way == ACCUMULATED else 1
     tensors, lengths = (TENSORS, (24,) * MICROBATCHES) if fault is None else (fault.tensors, fault.tokens)
     half = torch.float16 if "float16 w" in way else torch.bfloat16
-    options = hookstats.Options(grad_scaler=scaler if scaler.is_enabled() else None)
     group = dist.group.WORLD if world > 1 else None
-    with hookstats.attach(
-        model, tensors=tensors, every=1, sinks=taken.append, options=options, process_group=group
-    ) as monitor:
+    with hookstats.attach(model, tensors=tensors, every=1, sinks=taken.append, process_group=group) as monitor:
         optimizer.register_step_pre_hook(hook)  # behind ours
         optimizer.register_step_post_hook(put_back)
         for step in range(STEPS):

@@ -47,7 +47,7 @@ from hookstats.watch.monitor import Monitor
 from hookstats.watch.optimizers import watch_optimizers
 from hookstats.watch.parameters import Parameters
 from hookstats.watch.planning import Plan, TooMuch
-from hookstats.watch.scaling import Scaling
+from hookstats.watch.scaling import LookingForScaler, Scaling
 
 if TYPE_CHECKING:
     from hookstats.cluster.joining import Joined
@@ -110,7 +110,7 @@ def attach(
             judges them.
         process_group: the torch.distributed.ProcessGroup or DeviceMesh whose ranks measure together, or `Ranks`, which
             also says how tensors lie on them. None: nothing is communicated.
-        options: `Options`: ``strict``, ``memory_budget``, ``grad_scaler``, ``training_only``, ``compiled_programs``,
+        options: `Options`: ``strict``, ``memory_budget``, ``training_only``, ``compiled_programs``,
             ``attention_rows``, ``laws``, ``identities``.
 
     Raises:
@@ -142,11 +142,10 @@ def attach(
     joined = monitor = None
     begun = 0
     try:
-        scaler = options.grad_scaler
-        scaling = None if scaler is None else Scaling(scaler, model, options.strict, binder.warn_once)
+        scaling = Scaling(model, options.strict, binder.warn_once)
         parts = _Parts(
             binder,
-            Parameters(model, store, plan.of_parameters, binder, plan.device, scaling),
+            Parameters(model, store, plan.of_parameters, binder, plan.device),
             Attentions(binder, options.attention_rows, kept.which is not False),
             Routers(binder, kept.which is not False),
             scaling,
@@ -209,7 +208,7 @@ class _Parts(NamedTuple):
     parameters: Parameters
     attentions: Attentions
     routers: Routers
-    scaling: Scaling | None
+    scaling: Scaling
 
 
 def _hang(
@@ -226,7 +225,8 @@ def _hang(
     for name, slot in plan.parameters.items():
         parts.parameters.add(name, slot, name in plan.keeping, plan.group_size_of(name))
     handles.append(parts.parameters.local_gradients)
-    if plan.parameters or parts.scaling is not None or parts.parameters.identities is not None:
+    handles.append(LookingForScaler(parts.scaling))
+    if plan.parameters or parts.parameters.identities is not None:
         handles.append(watch_optimizers(parts.parameters))
     names = [*plan.modules, *plan.parameters]
     if "attention" in plan.kinds:
@@ -264,9 +264,7 @@ def _tokens_apart(model: nn.Module, process_group: Any) -> str:
     return ""
 
 
-def _joint_sums(
-    model: nn.Module, options: Options, binder: SiteBinder, scaling: Scaling | None, process_group: Any
-) -> Any:
+def _joint_sums(model: nn.Module, options: Options, binder: SiteBinder, scaling: Scaling, process_group: Any) -> Any:
     from hookstats.identities.measuring import JointSums  # of which not everybody makes use
 
     group = process_group.group if isinstance(process_group, Ranks) else process_group

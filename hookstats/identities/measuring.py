@@ -66,7 +66,7 @@ class JointSums:
         identities: Identities,
         store: Store,
         binder: SiteBinder,
-        scaling: Scaling | None,
+        scaling: Scaling,
         merged: Iterable[int],
     ) -> None:
         """scaling: of the loss. merged: the ranks whose numbers are put together.
@@ -211,7 +211,7 @@ class JointSums:
     ) -> dict[int, torch.Tensor]:
         """Return the variance of the difference of both sides of each identity."""
         home, spread = found.spread.device, found.spread
-        if grad_scale is None and self._scaling is not None:
+        if grad_scale is None:
             of_backward = 1.0 if self._scaling.scale is None else self._scaling.scale
             spread = spread / torch.as_tensor(of_backward, device=home, dtype=torch.float64) ** 2
         variance = found.squares + spread

@@ -30,8 +30,8 @@ class Attached:
             modules: as for `hookstats.attach`.
             before_clipping: parameters' gradients as they are before they are clipped; by default they are read as the
                 optimizer gets them.
-            settings: the other arguments of `hookstats.attach`, by name. Of its options, ``training_only`` is True and
-                ``grad_scaler`` is the trainer's, where they are not given. ``process_group="world"``: all processes of
+            settings: the other arguments of `hookstats.attach`, by name. Of its options, ``training_only`` is True
+                where it is not given. ``process_group="world"``: all processes of
                 the trainer, whose group is not there yet when a callback is made; likewise ``Ranks("world", ...)``.
 
         Raises:
@@ -49,14 +49,13 @@ class Attached:
         """A copy has attached nothing yet: the hooks, and who looks after them, stay with this one."""
         return self.__dict__ | {"monitor": None, "_is_attached": False, "_scalars": {}}
 
-    def _attach(self, model: Any, scaler: Any) -> None:
-        """Attach; nothing is measured before the first batch. A GradScaler that is not in use says so by itself."""
+    def _attach(self, model: Any) -> None:
+        """Attach; nothing is measured before the first batch."""
         settings = {"options": Options()} | self._settings
         options = settings["options"]
         if isinstance(options, Options):  # else attach says what it expected
             training_only = True if options.training_only is None else options.training_only
-            scaler = scaler if options.grad_scaler is None else options.grad_scaler
-            settings["options"] = replace(options, training_only=training_only, grad_scaler=scaler)
+            settings["options"] = replace(options, training_only=training_only)
         ranks = settings.get("process_group")
         if ranks == "world":
             settings["process_group"] = _world()

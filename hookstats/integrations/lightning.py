@@ -54,7 +54,7 @@ class HookStats(Attached, *_callbacks()):  # type: ignore[misc]
                 "before_clipping: expected automatic optimization, got manual: Lightning's hook comes after "
                 "clip_gradients there; call monitor.measure_gradients() of this callback before it"
             )
-        self._attach(pl_module, getattr(trainer.precision_plugin, "scaler", None))
+        self._attach(pl_module)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """A checkpoint has been loaded by now."""

@@ -65,7 +65,7 @@ class HookStats(Attached, TrainerCallback):  # type: ignore[misc]
             if callback is self or callback._training.has_raised(training):
                 callback._leave(RuntimeError("training was left before its end"))
         self._training = training
-        self._attach(model, getattr(optimizer, "scaler", None))
+        self._attach(model)
         _listen(self)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

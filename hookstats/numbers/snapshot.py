@@ -47,7 +47,7 @@ class Snapshot(Mapping[Site, SiteStats]):
     execution (per device). ``skipped``: the sites whose tensors were left out in this step, and those that
     were given up, each with the reason and the number of tensors.
 
-    With a grad_scaler, otherwise None: ``grad_scale``, a float, by which gradients of outputs and inputs were divided;
+    With a GradScaler, otherwise None: ``grad_scale``, a float, by which gradients of outputs and inputs were divided;
     ``overflowed``, whether the scaler has skipped an optimizer's step because of an overflow.
 
     ``ranks``: the ranks whose numbers it holds, ascending, of ``world_size`` ranks of the process group; ``merged``:

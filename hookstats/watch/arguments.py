@@ -24,7 +24,6 @@ from hookstats.numbers.selection import as_globs, matches
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.judging import Recorder
 from hookstats.watch.laws import NEEDS
-from hookstats.watch.scaling import check_scaler
 
 DEFAULT_TENSORS = (
     "output", "grad_output", "model_input", "param_sample", "param_grad", "update_sample", "buffer_sample"
@@ -143,7 +142,6 @@ class Options:
             enough all sites; what is seen later (a container's tensors, a tap, a width) and does not fit keeps totals,
             or is skipped. Not in it is the copy of the state that leaves the device when a measured step is closed: for
             that long it takes as much again; on a CPU, for as long as the Snapshot is kept.
-        grad_scaler: the torch.amp.GradScaler that the loss goes through: gradients are then reported without its scale.
         training_only: whether only forwards in training mode are measured, so that evaluation between steps is not.
             None: as soon as the model was in training mode, at attach or when a step ended.
         compiled_programs: how many programs torch.compile makes for training. 2: one that measures, and the bare one,
@@ -162,7 +160,6 @@ class Options:
 
     strict: bool = False
     memory_budget: int = 256 << 20
-    grad_scaler: Any = None
     training_only: bool | None = None
     compiled_programs: int = 2
     attention_rows: int | None = 64
@@ -174,7 +171,6 @@ class Options:
             raise TypeError(f"Options.strict: expected True or False, got {self.strict!r}")
         if not isinstance(self.memory_budget, int) or self.memory_budget < 0:
             raise ValueError(f"Options.memory_budget: expected a number of bytes, got {self.memory_budget!r}")
-        check_scaler(self.grad_scaler)
         if self.training_only is not None and not isinstance(self.training_only, bool):
             raise TypeError(f"Options.training_only: expected True, False or None, got {self.training_only!r}")
         if isinstance(self.compiled_programs, bool) or self.compiled_programs not in (1, 2):
@@ -191,11 +187,10 @@ class Options:
             raise TypeError(f"Options.identities: expected what hookstats.find_identities returns, or None; got {got}")
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a recording keeps: of a scaler, its class."""
+        """Return what a recording keeps: of identities, their names."""
         kept = {each.name: getattr(self, each.name) for each in fields(self)}
-        scaler = None if self.grad_scaler is None else type(self.grad_scaler).__name__
         found = None if self.identities is None else [str(each) for each in self.identities.identities]
-        return kept | {"grad_scaler": scaler, "identities": found}
+        return kept | {"identities": found}
 
     def __str__(self) -> str:
         kept = self.to_json() | {"identities": None if self.identities is None else len(self.identities)}

@@ -42,7 +42,7 @@ class Monitor:
         binder: SiteBinder,
         parameters: Parameters,
         delivery: Delivery,
-        scaling: Scaling | None,
+        scaling: Scaling,
         handles: list[Any],
         device: torch.device,
         *,
@@ -195,7 +195,7 @@ class Monitor:
         if measured and not self._measured:
             self._store.clear_gpus()
         self._measured = measured
-        if self._scaling is not None and measured:
+        if measured:
             self._scaling.begin_step()
         self._stopwatch.begin(measured, always=self._budget is not None and self._budget.times)
         if measured:
@@ -203,9 +203,7 @@ class Monitor:
         self._set_flags()
 
     def _scalars(self, given: dict[str, Any], sample_ids: Any = None) -> Scalars:
-        of_scaler = None
-        if self._scaling is not None and self._measured:
-            of_scaler = self._scaling.marks()
+        of_scaler = self._scaling.marks() if self._measured else None
         return Scalars(self._parameters.scalars(given.get("loss")) | given, of_scaler, sample_ids)
 
     def _is_due(self) -> bool:

@@ -32,7 +32,6 @@ from hookstats.watch.optimizer_law import KIND as LAW
 from hookstats.watch.optimizer_law import OptimizerLaw
 from hookstats.watch.samples import KINDS as SAMPLES
 from hookstats.watch.samples import OF_BUFFERS, Sample, Samples, may_be_sampled, values_of
-from hookstats.watch.scaling import Scaling
 from hookstats.watch.states import KIND as STATES
 from hookstats.watch.states import States
 from hookstats.watch.step_law import KIND as OUTSIDE
@@ -53,7 +52,6 @@ class Parameters:
         kinds: tuple[str, ...],
         binder: SiteBinder,
         default: torch.device,
-        scaling: Scaling | None,
     ) -> None:
         """default: the device of what lies on none."""
         self._model = weakref.ref(model)
@@ -61,7 +59,6 @@ class Parameters:
         self._kinds = kinds
         self._binder = binder
         self._device = default
-        self._scaling = scaling
         self._parameters = ByIdentity()
         self._buffers: list[Parameter] = []
         self._batches = Batches(store, binder)
@@ -151,8 +148,6 @@ class Parameters:
             self._timed(lambda between: between.look(self._among(optimizer)), self._between)
         if not self._store.flags.is_open():
             return None
-        if self._scaling is not None and self._store.flags.value:
-            self._scaling.before_optimizer_step(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             self._measure_identities(optimizer)

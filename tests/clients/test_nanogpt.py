@@ -37,7 +37,6 @@ def trained(rank: int, world: int, watched: bool) -> Any:
                 model,
                 **hookstats.presets.language_model(model),
                 every=1,
-                options=hookstats.Options(grad_scaler=scaler),
                 process_group=dist.group.WORLD if ddp else None,
                 sinks=seen.append,
             )

@@ -81,7 +81,7 @@ class Script:
             every=self.every,
             rows=self.rows,
             sinks=sink,
-            options=Options(strict=not model.is_table, grad_scaler=scaler),  # which is given integers
+            options=Options(strict=not model.is_table),  # which is given integers
         )
 
 

@@ -315,9 +315,7 @@ def test_a_mixed_precision_step_on_the_gpu_waits_for_nothing() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
     scaler = torch.amp.GradScaler("cuda", init_scale=256.0)
-    mon = hookstats.attach(
-        model, tensors=("output", "grad_output", "param_grad"), every=1, options=hookstats.Options(grad_scaler=scaler)
-    )
+    mon = hookstats.attach(model, tensors=("output", "grad_output", "param_grad"), every=1)
     x = torch.randn(5, 6, device="cuda")
 
     def step() -> None:

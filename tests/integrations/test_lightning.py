@@ -105,7 +105,7 @@ def plain(
     """The loop that the trainer runs, with `hookstats.attach`."""
     torch.manual_seed(1)
     snapshots: list[Snapshot] = []
-    options = hookstats.Options(strict=True, grad_scaler=scaler, training_only=True)
+    options = hookstats.Options(strict=True, training_only=True)
     monitor = hookstats.attach(module, sinks=snapshots.append, **EVERYTHING | {"options": options})
     [optimizer], [scheduler] = module.configure_optimizers()
     for number, group in enumerate(groups(batches(data), accumulate)):
@@ -362,11 +362,10 @@ def test_an_argument_that_attach_does_not_have_is_refused_at_once() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'evry'"):
         HookStats(evry=10)
     with pytest.raises(TypeError, match=r"options: expected hookstats.Options\(...\), got 3"):
-        HookStats(options=3)._attach(torch.nn.Linear(2, 2), None)
+        HookStats(options=3)._attach(torch.nn.Linear(2, 2))
 
 
-def test_options_that_are_given_keep_what_they_say_of_scaler_and_evaluation() -> None:
-    scaler, own = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu", init_scale=4.0)
+def test_options_that_are_given_keep_what_they_say_of_evaluation() -> None:
     kept: list[hookstats.Options] = []
     really = hookstats.attach
 
@@ -377,18 +376,14 @@ def test_options_that_are_given_keep_what_they_say_of_scaler_and_evaluation() ->
     for given in (
         {},
         {"options": hookstats.Options(strict=True)},
-        {"options": hookstats.Options(grad_scaler=own, training_only=False)},
+        {"options": hookstats.Options(training_only=False)},
     ):
         callback = HookStats(**given)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("hookstats.integrations.attached.hookstats.attach", attach)
-            callback._attach(torch.nn.Linear(2, 2), scaler)
+            callback._attach(torch.nn.Linear(2, 2))
         callback._detach()
-    assert [(each.strict, each.grad_scaler, each.training_only) for each in kept] == [
-        (False, scaler, True),
-        (True, scaler, True),
-        (False, own, False),
-    ]
+    assert [(each.strict, each.training_only) for each in kept] == [(False, True), (True, True), (False, False)]
 
 
 def test_the_group_of_all_processes_is_the_one_that_is_there_when_training_begins(

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import hookstats
 from hookstats import Channels, Site, Snapshot
-from tests import ranks
+from tests import ranks, scaled
 
 OF_WEIGHT = ("param", "param_grad", "optimizer.exp_avg", "optimizer.exp_avg_sq")
 
@@ -143,10 +143,9 @@ def test_a_scaled_gradient_has_its_heads_without_the_scale() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Attention())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
-    with hookstats.attach(
-        model, tensors="grad_output", every=1, options=hookstats.Options(grad_scaler=scaler)
-    ) as monitor:
+    with hookstats.attach(model, tensors="grad_output", every=1) as monitor:
         scaler.scale(model(torch.randn(2, 10, 32)).square().mean()).backward()
+        scaled.show(scaler, model)
         snapshot = monitor.step()
     assert snapshot is not None
     stats = snapshot["0.q_proj", "grad_output"]

@@ -370,11 +370,18 @@ MUTANTS = [
         "tests/watch/test_failing_inside.py -k nobody",
     ),
     Mutant(
-        "a recording does not say that there was a GradScaler",
-        "hookstats/watch/arguments.py",
-        "None if self.grad_scaler is None else type(self.grad_scaler).__name__",
-        "None",
-        "tests/records/test_recording.py -k options",
+        "a disabled GradScaler counts",
+        "hookstats/watch/scaling.py",
+        " and scaler.is_enabled():",
+        ":",
+        "tests/watch/test_amp.py -k scalar",
+    ),
+    Mutant(
+        "the GradScaler of another model counts",
+        "hookstats/watch/scaling.py",
+        "if not self._own.isdisjoint(stepped) and scaler.is_enabled():",
+        "if scaler.is_enabled():",
+        "tests/watch/test_amp.py -k another",
     ),
     Mutant(
         "globs that match nothing pass where another one matches",

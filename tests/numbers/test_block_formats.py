@@ -14,6 +14,7 @@ import torch
 import hookstats
 from hookstats import ExponentBins, Site, rules
 from hookstats.rules import BlockFit
+from tests import scaled
 from tests.numbers.test_low_precision import measured
 from tests.reference import Array
 
@@ -213,11 +214,12 @@ def test_gradients_are_judged_without_the_scale_of_a_grad_scaler() -> None:
     found, bins = [], ExponentBins(block=16)
     for scale in (1.0, 2.0**16):
         model, scaler = torch.nn.Sequential(torch.nn.ReLU6()), torch.amp.GradScaler("cpu", init_scale=scale)
+        model.register_parameter("unused", torch.nn.Parameter(torch.zeros(1)))
         kinds = {"every": 1, "tensors": "grad_output", "histogram": bins}
-        options = hookstats.Options(grad_scaler=scaler)
-        with hookstats.attach(model, options=options, **kinds) as monitor:  # type: ignore[arg-type]
+        with hookstats.attach(model, **kinds) as monitor:  # type: ignore[arg-type]
             x = torch.ones(9, 16, requires_grad=True)
             (model(x) * small_blocks(2.0**-16, 0.9, 0.04)).sum().mul(scale).backward()
+            scaled.show(scaler, model)
             found.append([(each.site, each.lost) for each in rules.fit(monitor.snapshot(), "nvfp4")])
     assert found[0] == found[1] != []
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import hookstats
 from hookstats import ExponentBins, LinearBins
+from tests import scaled
 
 SCALES = [1e-6, 1.0, 1.2, 1.4, 1.6, 1.8, 700.0]  # relative to the edges, which are powers of two
 INF, NAN = float("inf"), float("nan")
@@ -131,12 +132,13 @@ def test_gradients_that_were_scaled_have_shares_of_their_own_values() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     scaler = torch.amp.GradScaler("cpu", init_scale=1000.0)
-    mon = hookstats.attach(model, tensors="grad_output", options=hookstats.Options(grad_scaler=scaler))
+    mon = hookstats.attach(model, tensors="grad_output")
     output = model(torch.randn(500, 8))
     output.retain_grad()
     scaler.scale(output.square().sum()).backward()
     assert output.grad is not None
     gradient = (output.grad / 1000).flatten().numpy()
+    scaled.show(scaler, model)
     stats = mon.snapshot()["1", "grad_output"]
     assert stats.share_above(0) == (gradient > 0).mean()
     assert stats.share_above(1.0) == pytest.approx((gradient > 1.0).mean(), abs=0.02)

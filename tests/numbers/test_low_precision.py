@@ -11,6 +11,7 @@ from torch import nn
 import hookstats
 from hookstats import ExponentBins, Site, Snapshot
 from hookstats.rules import Fit, fit
+from tests import scaled
 
 FORMATS = {"float16": torch.float16, "float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 
@@ -82,6 +83,10 @@ def test_gradients_are_judged_without_the_scale_of_a_grad_scaler(wide: torch.Ten
     wide = wide[wide.abs() > 1e-30]
 
     class Given(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.Parameter(torch.zeros(1))
+
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * 1.0
 
@@ -89,9 +94,10 @@ def test_gradients_are_judged_without_the_scale_of_a_grad_scaler(wide: torch.Ten
     for scale in (1.0, 4096.0):
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
         model = nn.Sequential(Given())
-        with hookstats.attach(model, every=1, options=hookstats.Options(grad_scaler=scaler)) as monitor:
+        with hookstats.attach(model, every=1) as monitor:
             x = torch.ones_like(wide, requires_grad=True)
             (scaler.scale((model(x) * wide).sum())).backward()
+            scaled.show(scaler, model)
             snapshot = monitor.snapshot()
         found.append([each for each in fit(snapshot, "float8_e5m2") if each.site.tensor == "grad_output"])
     assert found[0][0].underflow > 0.01

@@ -18,6 +18,7 @@ from torch import nn
 import hookstats
 from hookstats import ExponentBins, LinearBins, Snapshot
 from hookstats.numbers import fields
+from tests import scaled
 
 
 def snapshot() -> Snapshot:
@@ -98,10 +99,9 @@ def test_a_site_that_is_kept_holds_its_own_numbers_alone(histogram: Any) -> None
 def test_a_compact_snapshot_keeps_the_totals_and_nothing_of_the_steps_memory(channels: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 1000), nn.ReLU(), nn.Linear(1000, 3), nn.Tanh())
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    mon = hookstats.attach(
-        model, ["0", "2", "3", ""], tensors="output", channels=channels, options=hookstats.Options(grad_scaler=scaler)
-    )
+    mon = hookstats.attach(model, ["0", "2", "3", ""], tensors="output", channels=channels)
     model[2](model[0](torch.randn(8, 4)))
+    scaled.show(scaler, model)
     mon.step(loss=3.0)
     taken = mon.snapshot()
     taken.frame.skipped = {hookstats.Site("x", "output"): "a reason"}

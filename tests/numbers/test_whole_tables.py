@@ -14,6 +14,7 @@ import hookstats
 from hookstats import ExponentBins, LinearBins, Site, Snapshot
 from hookstats.numbers import fields
 from hookstats.numbers.ranks import StepRanks
+from tests import scaled
 
 OF_ALL = ("output", "grad_output", "param_grad")
 
@@ -28,11 +29,13 @@ def taken(scale: float | None = None, **settings: Any) -> Snapshot:
     model = network()
     scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
     settings = {"tensors": OF_ALL, "every": 1, **settings}
-    mon = hookstats.attach(model, options=hookstats.Options(grad_scaler=scaler), **settings)
+    mon = hookstats.attach(model, **settings)
     with torch.no_grad():
         model[0].bias[3] = 1e3
     loss = model[2](model[1](model[0](torch.randn(9, 4)))).square().mean()
     (loss if scaler is None else scaler.scale(loss)).backward()
+    if scaler is not None:
+        scaled.show(scaler, model)
     mon.tap(torch.tensor([1.0, float("inf"), float("nan")]), "scores")
     snapshot = mon.step(loss=1.5) or mon.snapshot()
     snapshot.frame.skipped = {

@@ -141,11 +141,6 @@ def test_the_loss_may_be_given_as_a_number_or_as_the_part_that_was_differentiate
         assert found.value == pytest.approx(96, rel=1e-3)
 
 
-def test_a_scale_that_attach_was_not_told_of_is_not_taken_for_a_fault() -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    assert judged(snapshots(HEALTHY["mean of means"], scaler=scaler, grad_scaler=None)) == []
-
-
 def test_one_step_alone_is_not_told() -> None:
     taken = snapshots("microbatches_that_are_added_up")
     assert judged(taken[:1]) == []

@@ -90,7 +90,7 @@ def test_a_scaler_that_is_known_changes_nothing() -> None:
         x = torch.randn(64, 8)
         found = hookstats.find_identities(model, lambda: model(x))
         optimizer, taken = torch.optim.SGD(model.parameters(), 1e-2), list[Any]()
-        options = hookstats.Options(identities=found, strict=True, grad_scaler=scaler)
+        options = hookstats.Options(identities=found, strict=True)
         with hookstats.attach(model, every=1, sinks=taken.append, options=options) as monitor:
             for _ in range(3):
                 optimizer.zero_grad()

@@ -54,20 +54,15 @@ def snapshots(
     compiled: bool = False,
     steps: int = 6,
     given: Callable[[torch.Tensor], Any] = lambda loss: loss,
-    grad_scaler: Any = True,
     tensors: tuple[str, ...] = TENSORS,
 ) -> list[Snapshot]:
-    """Each step has 4 microbatches of 8 rows of so many tokens; given: to the monitor, of the mean loss of the last.
-
-    grad_scaler: what attach is told of; True: of the scaler.
-    """
+    """Each step has 4 microbatches of 8 rows of so many tokens; given: to the monitor, of the mean loss of the last."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(CLASSES, 24), nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, CLASSES)).to(dtype)
     run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
     optimizer, taken = torch.optim.AdamW(model.parameters(), 3e-3), list[Snapshot]()
     loss = FAULTS[loss_of] if isinstance(loss_of, str) else loss_of
-    options = hookstats.Options(grad_scaler=scaler if grad_scaler is True else grad_scaler)
-    with hookstats.attach(model, tensors=tensors, every=1, sinks=taken.append, options=options) as monitor:
+    with hookstats.attach(model, tensors=tensors, every=1, sinks=taken.append) as monitor:
         for step in range(steps):
             source = torch.Generator().manual_seed(step)
             batches = [torch.randint(CLASSES, (8, length), generator=source) for length in lengths]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ from torch import nn
 
 import hookstats
 from hookstats.numbers import fields
-from tests import reference
+from tests import ranks, reference
 
 Tensors = dict[tuple[str, str], torch.Tensor]
 
@@ -55,9 +57,7 @@ def train(model: nn.Module, optimizer: Any, scaler: Any, times: float = 1.0) -> 
 def test_gradients_are_reported_without_the_scale(scale: float, bins: Any) -> None:
     model = network()
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000)
-    mon = hookstats.attach(
-        model, tensors=("grad_output", "output"), options=hookstats.Options(grad_scaler=scaler), histogram=bins
-    )
+    mon = hookstats.attach(model, tensors=("grad_output", "output"), histogram=bins)
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler)
     snapshot = mon.step()
     assert snapshot is not None
@@ -87,7 +87,7 @@ def test_gradients_are_reported_without_the_scale(scale: float, bins: Any) -> No
 def test_what_is_not_a_gradient_of_the_scaled_loss_keeps_its_values() -> None:
     model = network()
     scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
-    mon = hookstats.attach(model, tensors=("param_grad", "param"), options=hookstats.Options(grad_scaler=scaler))
+    mon = hookstats.attach(model, tensors=("param_grad", "param"))
     train(model, torch.optim.SGD(model.parameters(), lr=0.0), scaler)
     snapshot = mon.step()
     assert snapshot is not None
@@ -103,7 +103,7 @@ def test_a_step_that_the_scaler_skips_is_marked(fused: bool) -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=1)
-    mon = hookstats.attach(model, every=1, options=hookstats.Options(grad_scaler=scaler))
+    mon = hookstats.attach(model, every=1)
     marks, scales = [], []
     for times in (1.0, 1e38, 1.0):
         train(model, optimizer, scaler, times)
@@ -119,7 +119,7 @@ def test_the_scale_is_that_of_the_step_also_where_few_are_measured() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=1)
-    mon = hookstats.attach(model, every=3, options=hookstats.Options(grad_scaler=scaler))
+    mon = hookstats.attach(model, every=3)
     seen = {}
     for _ in range(5):
         train(model, optimizer, scaler)
@@ -133,7 +133,7 @@ def test_an_optimizer_of_another_model_says_nothing_about_this_one() -> None:
     model, other = network(), network()
     optimizers = [torch.optim.SGD(each.parameters(), lr=1e-4) for each in (model, other)]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
-    mon = hookstats.attach(model, every=1, options=hookstats.Options(grad_scaler=scaler))
+    mon = hookstats.attach(model, every=1)
     scaler.scale(model(batch()).square().mean() * 1e38 + other(batch()).square().mean()).backward()
     for optimizer in optimizers:
         scaler.step(optimizer)
@@ -146,11 +146,11 @@ def test_an_optimizer_of_another_model_says_nothing_about_this_one() -> None:
 def test_a_disabled_scaler_scales_nothing() -> None:
     model = network()
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    mon = hookstats.attach(model, options=hookstats.Options(grad_scaler=scaler))
+    mon = hookstats.attach(model)
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler)
     snapshot = mon.step()
     assert snapshot is not None
-    assert snapshot.grad_scale == 1.0
+    assert snapshot.grad_scale is None
     wanted = gradients_without_a_scaler()["2", "grad_output"]
     np.testing.assert_allclose(snapshot["2", "grad_output"].total.rms, wanted.square().mean().sqrt(), rtol=1e-5)
 
@@ -164,7 +164,7 @@ def test_without_a_scaler_nothing_is_said_of_overflows() -> None:
 def test_no_scalar_of_the_user_is_taken_for_the_scalers(with_scaler: bool) -> None:
     model = network()
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=with_scaler)
-    mon = hookstats.attach(model, options=hookstats.Options(grad_scaler=scaler if with_scaler else None))
+    mon = hookstats.attach(model)
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler)
     own = {"grad_scale": 2.0, "overflowed": True, "scale": 3.0}
     snapshot = mon.step(**own, loss=torch.tensor(7.0))
@@ -175,9 +175,31 @@ def test_no_scalar_of_the_user_is_taken_for_the_scalers(with_scaler: bool) -> No
     np.testing.assert_allclose(snapshot["2", "grad_output"].total.rms, wanted, rtol=1e-4)
 
 
-def test_bad_input_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"expected a torch.amp.GradScaler or None, got int"):
-        hookstats.attach(network(), options=hookstats.Options(grad_scaler=3))
+def test_the_scaler_of_another_model_says_nothing_of_this_one() -> None:
+    model, other = network(), network()
+    mon = hookstats.attach(model, every=1)
+    train(other, torch.optim.SGD(other.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=64.0))
+    model(batch()).square().mean().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    snapshot = mon.step()
+    assert snapshot is not None
+    assert (snapshot.grad_scale, snapshot.overflowed) == (None, None)
+
+
+def watch_and_leave(rank: int, world: int) -> list[bool]:
+    method, found = torch.amp.GradScaler.step, []
+    first, second, third = (hookstats.attach(network()) for _ in range(3))
+    found.append(torch.amp.GradScaler.step is method)
+    first.detach()
+    del second
+    gc.collect()
+    found.append(torch.amp.GradScaler.step is method)
+    third.detach()
+    return [*found, torch.amp.GradScaler.step is method]
+
+
+def test_the_method_of_torch_is_back_when_the_last_monitor_is_gone() -> None:
+    assert ranks.run(watch_and_leave, 1, init="") == [[False, False, True]]
 
 
 def test_a_state_is_divided_like_its_values() -> None:
@@ -189,7 +211,7 @@ def test_a_state_is_divided_like_its_values() -> None:
 def test_the_scale_that_is_loaded_after_attach_is_the_one_that_counts() -> None:
     model = network()
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    mon = hookstats.attach(model, options=hookstats.Options(grad_scaler=scaler))
+    mon = hookstats.attach(model)
     saved = torch.amp.GradScaler("cpu", init_scale=1024.0).state_dict()
     scaler.load_state_dict(saved)
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler)
@@ -204,23 +226,23 @@ def test_a_step_that_is_still_open_or_accumulates_has_not_overflowed() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    mon = hookstats.attach(model, every=1, options=hookstats.Options(grad_scaler=scaler))
+    mon = hookstats.attach(model, every=1)
     marks = []
     for microbatch in range(4):
         scaler.scale(model(batch()).square().mean()).backward()
-        assert mon.snapshot().overflowed is False
+        assert not mon.snapshot().overflowed
         if microbatch % 2:
             scaler.step(optimizer)
             scaler.update()
         marks.append(mon.step())
-    assert [each.overflowed for each in marks if each is not None] == [False] * 4
+    assert [each.overflowed for each in marks if each is not None] == [None, False, False, False]
 
 
 def test_one_of_two_optimizers_that_is_skipped_is_marked() -> None:
     model = network()
     optimizers = [torch.optim.SGD(module.parameters(), lr=1e-4) for module in (model[0], model[2])]
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
-    mon = hookstats.attach(model, every=1, options=hookstats.Options(grad_scaler=scaler))
+    mon = hookstats.attach(model, every=1)
     scaler.scale(model(batch()).square().mean()).backward()
     assert model[0].weight.grad is not None
     model[0].weight.grad.fill_(float("inf"))
@@ -234,45 +256,44 @@ def test_one_of_two_optimizers_that_is_skipped_is_marked() -> None:
     assert not torch.equal(model[2].weight, before)  # the other one stepped
 
 
-def test_a_scaler_that_fails_does_not_stop_training() -> None:
-    class Broken(torch.amp.GradScaler):
-        def get_scale(self) -> float:
-            if self.broken:
-                raise RuntimeError("no scale")
-            return 1.0
-
-    scaler = Broken("cpu", enabled=False)
-    scaler.broken = False
-    model = network()
-    mon = hookstats.attach(model, every=1, options=hookstats.Options(grad_scaler=scaler))
-    scaler.broken = True
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    model(batch()).sum().backward()
-    with pytest.warns(UserWarning, match="grad_scaler failed, gradients are reported with their scale.*no scale"):
-        optimizer.step()
-    assert mon.step() is not None
-
-
-def test_a_scaler_that_fails_when_an_optimizer_steps_is_told_and_no_earlier_scale_is_taken() -> None:
+def test_a_scaler_that_fails_does_not_stop_training_and_no_earlier_scale_is_taken() -> None:
     class Broken(torch.amp.GradScaler):
         broken = False
 
-        def get_scale(self) -> float:
+        def is_enabled(self) -> bool:
             if self.broken:
                 raise RuntimeError("no scale")
-            return 1024.0
+            return True
 
-    scaler, model = Broken("cpu", enabled=False), network()
+    scaler, model = Broken("cpu", init_scale=1024.0), network()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    with hookstats.attach(model, every=1, options=hookstats.Options(grad_scaler=scaler)) as monitor:
-        (model(batch()).sum() * 64.0).backward()  # a scale that it has been given since
-        scaler.broken = True
-        with pytest.warns(UserWarning, match="grad_scaler failed, gradients are reported with their scale.*no scale"):
-            optimizer.step()
-        scaler.broken = False
-        snapshot = monitor.step()
-    assert snapshot is not None
-    assert (snapshot.grad_scale, snapshot.overflowed) == (None, None)
-    gradient = model[2].weight.grad
-    assert gradient is not None
-    assert snapshot["2.weight", "param_grad"].total.l2_norm == pytest.approx(float(gradient.norm()), rel=1e-5)
+    scales = []
+    with hookstats.attach(model, every=1) as monitor:
+        for scaler.broken in (False, True, False):
+            before = model[0].weight.detach().clone()
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                train(model, optimizer, scaler)
+            assert [str(each.message) for each in told if "GradScaler failed" in str(each.message)] == (
+                ["hookstats: the GradScaler failed, gradients are reported with its scale: RuntimeError('no scale')"]
+                if scaler.broken
+                else []
+            )
+            assert not torch.equal(model[0].weight, before)
+            snapshot = monitor.step()
+            assert snapshot is not None
+            scales.append((snapshot.grad_scale, snapshot.overflowed))
+    assert scales == [(1024.0, False), (None, None), (1024.0, False)]
+
+
+def test_under_strict_a_scaler_that_fails_raises() -> None:
+    class Broken(torch.amp.GradScaler):
+        def is_enabled(self) -> bool:
+            raise RuntimeError("no scale")
+
+    model = network()
+    with (
+        hookstats.attach(model, every=1, options=hookstats.Options(strict=True)),
+        pytest.raises(RuntimeError, match="no scale"),
+    ):
+        train(model, torch.optim.SGD(model.parameters(), lr=1e-4), Broken("cpu"))

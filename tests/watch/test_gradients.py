@@ -85,7 +85,7 @@ def test_measured_before_clipping_with_a_scaler_behind_unscale(fused: bool) -> N
     model = residual()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    mon = hookstats.attach(model, every=1, options=hookstats.Options(grad_scaler=scaler))
+    mon = hookstats.attach(model, every=1)
     scaler.scale(loss_of(model)).backward()
     scaler.unscale_(optimizer)
     mon.measure_gradients()

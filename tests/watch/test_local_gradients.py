@@ -116,7 +116,7 @@ def test_a_frozen_parameter_has_none_and_a_gradient_behind_a_scaler_is_unscaled(
     model[0].weight.requires_grad_(False)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    monitor = hookstats.attach(model, tensors=BOTH, every=1, options=hookstats.Options(grad_scaler=scaler))
+    monitor = hookstats.attach(model, tensors=BOTH, every=1)
     scaler.scale(model(batch(1)).square().mean()).backward()
     scaler.unscale_(optimizer)
     scaler.step(optimizer)

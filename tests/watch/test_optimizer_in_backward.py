@@ -106,16 +106,18 @@ def test_optimizers_of_another_model_are_looked_up_in_this_one_once(monkeypatch:
 
 def test_a_grad_scaler_does_not_read_the_whole_model_at_each_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     model = residual()
-    step_in_backward(model)
-    mon = hookstats.attach(
-        model, tensors=BOTH, every=1, options=hookstats.Options(grad_scaler=torch.amp.GradScaler("cpu"))
-    )
+    optimizers = [torch.optim.SGD([each], lr=0.1) for each in model.parameters()]
+    mon = hookstats.attach(model, tensors=BOTH, every=1)
+    scaler = torch.amp.GradScaler("cpu")
     parameters, listings = model.parameters, []
     monkeypatch.setattr(model, "parameters", lambda: listings.append(1) or parameters())
     for seed in range(3):
-        loss_of(model, seed).backward()
+        scaler.scale(loss_of(model, seed)).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
         mon.step()
-    assert len(listings) == 3  # once for each step that begins
+    assert len(listings) == 3  # once in each step
 
 
 def test_a_parameter_replaced_between_two_optimizers_of_a_step_is_found() -> None:

@@ -240,7 +240,7 @@ def test_two_optimizers_two_monitors() -> None:
 def test_a_scaler_that_skips_the_step_leaves_no_change() -> None:
     model = residual()
     scaler = torch.amp.GradScaler("cpu")
-    mon = hookstats.attach(model, tensors=SAMPLES, every=1, options=hookstats.Options(grad_scaler=scaler))
+    mon = hookstats.attach(model, tensors=SAMPLES, every=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for factor in (1.0, float("inf")):
         optimizer.zero_grad()
