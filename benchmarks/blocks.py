@@ -11,7 +11,7 @@ import time
 import torch
 
 from hookstats import ExponentBins, Site
-from hookstats.watch.memory import SiteState, Store, accumulate
+from hookstats.watch.memory import SiteState, StateStore, accumulate
 
 ROUNDS = 25
 BINS = {
@@ -25,7 +25,7 @@ SHAPES = ((32, 1024), (256, 1024), (1024, 1024))
 
 
 def state_for(x: torch.Tensor, bins: ExponentBins | None) -> SiteState:
-    store = Store(bins, 0, strict=True)
+    store = StateStore(bins, 0, strict=True)
     store.reserve(x.device, store.site_bytes(x.shape[-1]) // 8)
     state = store.add(Site("", "tensor"), x.device, x.shape[-1], x.dim() - 1, True).state
     store.flags.value = True

@@ -23,7 +23,7 @@ from hookstats.numbers.fields import EXPONENT_BINS, FIELDS, Counts, ExponentBins
 from hookstats.numbers.frame import COUNTERS
 from hookstats.watch.arguments import Channels
 from hookstats.watch.layout import Layout, sites_at
-from hookstats.watch.memory import Store
+from hookstats.watch.memory import StateStore
 from hookstats.watch.planning import Plan
 
 DEVICE_BYTES = 80 << 30
@@ -124,7 +124,7 @@ def state_of(shape: Shape, mesh: Mesh) -> State:
     with torch.device("meta"):
         stage = Stage(shape, mesh)
     plan = Plan(stage, None, None, KINDS, Channels())
-    store = Store(ExponentBins(), 1 << 62, strict=True)
+    store = StateStore(ExponentBins(), 1 << 62, strict=True)
     widths: list[int] = []
     for module, spec, _, _ in plan.hooks():  # of a SiLU and a Block the width is learned in the first forward
         width = spec.channels.width or (shape.hidden // mesh.tensor if isinstance(module, nn.SiLU) else shape.width)

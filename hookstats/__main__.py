@@ -81,10 +81,10 @@ def _argument(*words: str, **described: Any) -> tuple[tuple[str, ...], dict[str,
 
 def _say(text: str, output: TextIO | None = None) -> None:
     """Print what may have names of somebody else's in it."""
-    from hookstats.terminal.formatting import plain
+    from hookstats.terminal.formatting import escape_controls
 
     if text:
-        print(plain(text), file=output or sys.stdout, flush=True)
+        print(escape_controls(text), file=output or sys.stdout, flush=True)
 
 
 def _version(options: argparse.Namespace) -> int:
@@ -138,7 +138,7 @@ def _serve(options: argparse.Namespace) -> int:
     from hookstats.serve.server import open_server
 
     server = open_server(options.host, options.port, Routes(Path(options.path)), not options.no_token)
-    _say("\n".join(server.told()))
+    _say("\n".join(server.describe()))
     os.nice(10)  # those who train go first; at 19 a machine that is busy would hardly draw a page
     with server:
         server.serve_forever()

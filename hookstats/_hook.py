@@ -65,7 +65,7 @@ class _Observed:
         only_look = (self.output if is_output else self.gradient) is None
         site = self.site if is_output or self.gradient_site is None else self.gradient_site
         if rows is not None:
-            rows.used_here()
+            rows.prepare_use()
         sampling = self.enabled.sampling if self.is_sampled else (1, 0)
         concerned: bool = _ops.fold(x, site.number, *(rows or (None, None))[:2], only_look, *sampling)
         return concerned
@@ -76,7 +76,7 @@ _slot_at: dict[int, int] = {}  # on GPUs, by address
 
 
 class Hook:
-    """The extension's part of `hookstats.watch.hooks.Hook`: the sites that it measures into."""
+    """The extension's part of `hookstats.watch.hooks.OutputHook`: the sites that it measures into."""
 
     __slots__ = ("number", "observed", "parts_in_graphs", "slots")
     number: int
@@ -93,7 +93,7 @@ class Hook:
         return made
 
 
-def _checked(hook: Any) -> Any:
+def _check_hook(hook: Any) -> Any:
     if not isinstance(hook, Hook):
         raise TypeError(f"hookstats: expected a hook, got {type(hook).__name__}")
     return hook
@@ -102,12 +102,12 @@ def _checked(hook: Any) -> Any:
 def bind(hook: Any, output: Any, gradient: Any, in_graph: Callable[..., Any], is_table: bool) -> None:
     """Make `observe` fold into these SiteStates from now on: csrc/hook.cpp."""
     nothing = output is None and gradient is None
-    _checked(hook).observed = None if nothing else _Observed(output, gradient, in_graph, is_table)
+    _check_hook(hook).observed = None if nothing else _Observed(output, gradient, in_graph, is_table)
 
 
 def lay_slots(hook: Any, output: torch.Tensor, gradient: torch.Tensor) -> None:
     """Let a graph give these tensors, int64 [1], to the operator `observe` in the hook's place."""
-    for number, slot in enumerate((output, gradient), 2 * _checked(hook).number):
+    for number, slot in enumerate((output, gradient), 2 * _check_hook(hook).number):
         slot.fill_(number)
         if not slot.is_cpu:
             hook.slots.append(slot)  # so that nothing else comes to its address
@@ -116,7 +116,7 @@ def lay_slots(hook: Any, output: torch.Tensor, gradient: torch.Tensor) -> None:
 
 def set_part(hook: Any, path: str, part: Any) -> None:
     """Give another hook what graphs find at a path of a hook's container."""
-    _checked(hook).parts_in_graphs[path] = _checked(part)
+    _check_hook(hook).parts_in_graphs[path] = _check_hook(part)
 
 
 def observe(x: Any, hook: Any) -> Any:
@@ -162,7 +162,7 @@ def _observe(x: torch.Tensor, observed: _Observed) -> str | None:
 
 
 def _measure(x: torch.Tensor, observed: _Observed) -> None:
-    counted, rows = observed.enabled.counted_here(), None
+    counted, rows = observed.enabled.find_counted(), None
     if counted is not None:
         rows = counted.on(x.device, observed.is_sampled)
         if rows is not None and observed.is_table and x.shape[: rows.row_index.dim()] != rows.row_index.shape:
@@ -176,10 +176,10 @@ def _measure(x: torch.Tensor, observed: _Observed) -> None:
             counted.note(concerned)
     # A leaf's gradient is its owner's, and a hook on it would outlive the step.
     if observed.gradient is not None and x.requires_grad and x.grad_fn is not None:
-        _hang(x, functools.partial(_observe_gradient, observed, rows))
+        _register_fast(x, functools.partial(_observe_gradient, observed, rows))
 
 
-def _hang(x: torch.Tensor, hook: Callable[..., Any]) -> None:
+def _register_fast(x: torch.Tensor, hook: Callable[..., Any]) -> None:
     """Register a hook as x.register_hook does, without a handle, which takes three times as long."""
     hooks: Any = x._backward_hooks
     if hooks is None:
@@ -267,4 +267,4 @@ def load(ops: Operators) -> None:
 
 
 def call_in_c(kind: type[Hook]) -> None:
-    """Calls go through __call__ here."""
+    """Call the hook through __call__."""

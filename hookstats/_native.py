@@ -132,7 +132,7 @@ Copies = functools.partial(_operators.Copies, OPS)
 set_flags = functools.partial(_operators.set_flags, OPS)
 give_away = functools.partial(_operators.give_away, OPS)
 backward_is_running = _operators.backward_is_running
-untraced = _operators.untraced
+untraced = _operators.call_untraced
 
 # Of the hook, for this torch or in Python.
 # What graphs call for a tensor: (x, slot), with .rows also (rows, kept), with .part (x, slot, path, note, rows, kept).

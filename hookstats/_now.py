@@ -92,17 +92,17 @@ class Rows(NamedTuple):
     kept: torch.Tensor
     made: MadeOn | None = None  # None: who launches has seen to it
 
-    def used_here(self) -> None:
+    def prepare_use(self) -> None:
         if self.made is not None:
-            self.made.used_here(self[:2])
+            self.made.prepare_use(self[:2])
 
 
-def _written(rows: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Rows]:
+def _mark_written(rows: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Rows]:
     """Rows that were just written on the current streams."""
     found = []
     for row_index, kept in rows:
         made = MadeOn(_ops, row_index.device)
-        made.written()
+        made.mark_written()
         found.append(Rows(row_index, kept, made))
     return found
 
@@ -121,7 +121,7 @@ class Counted:
         rows: Sequence[tuple[torch.Tensor, torch.Tensor]],
         sampled: Sequence[tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
-        self.rows, self.sampled = _written(rows), _written(sampled)
+        self.rows, self.sampled = _mark_written(rows), _mark_written(sampled)
 
     def on(self, device: torch.device, is_sampled: bool) -> Rows | None:
         given = self.sampled if is_sampled else self.rows
@@ -171,7 +171,7 @@ class Enabled:
         """Return whether to measure here. A CUDA graph captures always: in a replay the flag on the device decides."""
         return bool(self.is_open.value) or (not self.is_paused and _is_capturing())
 
-    def counted_here(self) -> Counted | None:
+    def find_counted(self) -> Counted | None:
         """The innermost of this thread; in a backward that another thread called, of that one. None: all counts."""
         if not self._counted:
             return None
@@ -234,7 +234,7 @@ class Now:
         told, made = before.told | {monitor: ()}, before.made | {monitor: []}
         del told[monitor], made[monitor]
         if rows:
-            told[monitor], made[monitor] = tuple(rows), _written(rows)
+            told[monitor], made[monitor] = tuple(rows), _mark_written(rows)
         if told:
             self._rows[thread] = _AllRows(told, made)
 
@@ -247,7 +247,7 @@ class Now:
         all = self._answer().rows
         for made in all.made.values():
             for each in made:
-                each.used_here()
+                each.prepare_use()
         return all.told
 
     def leaves_out(self, enabled: Enabled) -> bool:

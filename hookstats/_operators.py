@@ -114,13 +114,13 @@ class Operators:
 
     @contextmanager
     def closing(self, device: torch.device) -> Iterator[None]:
-        """Around what changes memory of monitors on the current stream: see csrc/kernels.h."""
+        """Wrap a change of monitors' memory on the current stream: see csrc/kernels.h."""
         self.begin_closing(number_of(device))
         yield
         self.end_closing(number_of(device))
 
 
-def untraced(function: Callable[..., object], *arguments: Any) -> None:
+def call_untraced(function: Callable[..., object], *arguments: Any) -> None:
     """Call a function from a finalizer. The garbage collector runs these while somebody's program is traced, too, and
     what they call is no part of it: inductor fails where a graph that it traces twice differs."""
     with _disable_current_modes():
@@ -132,7 +132,7 @@ class _Held:
 
     def __init__(self, ops: Operators, number: int) -> None:
         self.number = number
-        weakref.finalize(self, untraced, ops.let_go, number).atexit = False
+        weakref.finalize(self, call_untraced, ops.let_go, number).atexit = False
 
 
 class MadeOn:
@@ -144,14 +144,14 @@ class MadeOn:
         self._capture = 0  # in which it was written
         self._event: torch.cuda.Event | None = None
 
-    def written(self) -> None:
-        """All has been. Waits for nothing."""
+    def mark_written(self) -> None:
+        """Note that all has been written. Waits for nothing."""
         if self._stream is not None:
             self._capture = self._ops.capture_on(number_of(self._device))
             self._event = torch.cuda.Event()
             self._event.record(self._stream)
 
-    def used_here(self, memory: Iterable[torch.Tensor]) -> None:
+    def prepare_use(self, memory: Iterable[torch.Tensor]) -> None:
         """Prepare a launch on the current stream that uses it: it comes after the writing, and the memory is not
         given to others before the launch has ended.
 
@@ -224,12 +224,12 @@ class Totals:
         self._made = MadeOn(ops, device)
         if device.type == "cuda":  # out of pinned memory: a step does not wait, not even for the first totals
             self._table = self._table.pin_memory().to(device, non_blocking=True)
-        self._made.written()
+        self._made.mark_written()
 
     def take(self, blocks: list[torch.Tensor]) -> torch.Tensor:
         """int64 [sites, fields + counters], one behind the other as in a state of one channel. Then the blocks, which
         are those of the states, or none, are zero; no kernel comes between."""
-        self._made.used_here([self._table])
+        self._made.prepare_use([self._table])
         taken: torch.Tensor = self._ops.take_totals(self._held.number, self._table, blocks)
         return taken
 

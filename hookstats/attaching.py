@@ -14,10 +14,10 @@ from hookstats.language.attention import Attentions
 from hookstats.language.finding import Router, attentions, routers
 from hookstats.language.routers import Routers
 from hookstats.language.token_weights import KIND as TOKEN_WEIGHTS
-from hookstats.language.token_weights import TokenWeights
+from hookstats.language.token_weights import TokenWeightsHook
 from hookstats.modules import order
-from hookstats.modules.facts import facts, hidden
-from hookstats.modules.selection import Modules, all_modules, watched_root
+from hookstats.modules.facts import facts, find_hidden
+from hookstats.modules.selection import Modules, find_root, list_modules
 from hookstats.modules.sharding import is_dtensor
 from hookstats.numbers.fields import Bins, ExponentBins
 from hookstats.numbers.ranks import ALONE, StepRanks
@@ -32,8 +32,8 @@ from hookstats.watch.arguments import (
     check_every,
     check_histogram,
     check_rows,
-    checked_sinks,
-    checked_tensors,
+    check_sinks,
+    check_tensors,
     device_of,
     refuse,
 )
@@ -42,7 +42,7 @@ from hookstats.watch.delivery import Delivery
 from hookstats.watch.flags import TrainingOnly
 from hookstats.watch.hooks import InputHook
 from hookstats.watch.judging import Recorder
-from hookstats.watch.memory import Store
+from hookstats.watch.memory import StateStore
 from hookstats.watch.monitor import Monitor
 from hookstats.watch.optimizers import watch_optimizers
 from hookstats.watch.parameters import Parameters
@@ -122,17 +122,17 @@ def attach(
             what was built.
     """
     refuse(model)
-    kinds = checked_tensors(tensors)
+    kinds = check_tensors(tensors)
     check_every(every)
     check_rows(rows)
     check_budget(budget, every, rows)
     kept = channels if isinstance(channels, Channels) else Channels(channels)
-    callables = checked_sinks(sinks)
+    callables = check_sinks(sinks)
     check_histogram(histogram)
     if not isinstance(options, Options):
         raise TypeError(f"options: expected hookstats.Options(...), got {options!r}")
     plan = Plan(model, modules, exclude, kinds, kept)
-    store = Store(histogram, options.memory_budget, options.strict, may_sample=rows > 1 or budget is not None)
+    store = StateStore(histogram, options.memory_budget, options.strict, may_sample=rows > 1 or budget is not None)
     too_much = plan.reserve(store)
     for device in store.blocks:
         if device.type == "cuda":
@@ -143,7 +143,7 @@ def attach(
     begun = 0
     try:
         scaling = Scaling(model, options.strict, binder.warn_once)
-        parts = _Parts(
+        parts = _MonitorParts(
             binder,
             Parameters(model, store, plan.of_parameters, binder, plan.device),
             Attentions(binder, options.attention_rows, kept.which is not False),
@@ -153,9 +153,9 @@ def attach(
         parts.parameters.given_loss.no_weights = apart = _tokens_apart(model, process_group)
         if options.identities is not None:
             parts.parameters.identities = _joint_sums(model, options, binder, scaling, process_group)
-            handles += parts.parameters.identities.hang()
-        names = _hang(parts, handles, model, plan, exclude, bool(apart))
-        ranks, joined = _joined(model, process_group, names, options.memory_budget)
+            handles += parts.parameters.identities.register_hooks()
+        names = _register_hooks(parts, handles, model, plan, exclude, bool(apart))
+        ranks, joined = _join_ranks(model, process_group, names, options.memory_budget)
         delivery = Delivery(store, binder, callables, plan.trained, ranks, joined)
         monitor = Monitor(
             binder,
@@ -201,7 +201,7 @@ def _let_go(handles: list[Any], binder: SiteBinder, joined: Joined | None) -> No
         joined.close()
 
 
-class _Parts(NamedTuple):
+class _MonitorParts(NamedTuple):
     """The parts of a monitor that measure."""
 
     binder: SiteBinder
@@ -211,8 +211,8 @@ class _Parts(NamedTuple):
     scaling: Scaling
 
 
-def _hang(
-    parts: _Parts, handles: list[Any], model: nn.Module, plan: Plan, exclude: Modules, is_part: bool
+def _register_hooks(
+    parts: _MonitorParts, handles: list[Any], model: nn.Module, plan: Plan, exclude: Modules, is_part: bool
 ) -> list[str]:
     """Hangs all hooks. Returns the names of modules and parameters on which they are.
 
@@ -235,9 +235,9 @@ def _hang(
         handles += parts.attentions.watch(
             attending, {name: device_of(m) or plan.device for name, m in attending.items()}
         )
-    root = watched_root(model, exclude) if TOKEN_WEIGHTS in plan.kinds and not is_part else None
+    root = find_root(model, exclude) if TOKEN_WEIGHTS in plan.kinds and not is_part else None
     if root is not None:
-        handles.append(order.register(root, TokenWeights(parts.binder, root, device_of(root) or plan.device)))
+        handles.append(order.register(root, TokenWeightsHook(parts.binder, root, device_of(root) or plan.device)))
     if "router" in plan.kinds:
         choosing = _routers(model, exclude)
         names += choosing
@@ -278,7 +278,7 @@ def _joint_sums(model: nn.Module, options: Options, binder: SiteBinder, scaling:
 
 
 def _attentions(model: nn.Module, exclude: Modules) -> dict[str, nn.Module]:
-    found = attentions(all_modules(model, exclude))
+    found = attentions(list_modules(model, exclude))
     if not found:
         raise ValueError(
             "tensors: expected modules that compute attention for 'attention', found none: neither a class named so, "
@@ -288,7 +288,7 @@ def _attentions(model: nn.Module, exclude: Modules) -> dict[str, nn.Module]:
 
 
 def _routers(model: nn.Module, exclude: Modules) -> dict[str, Router]:
-    found = routers(all_modules(model, exclude))
+    found = routers(list_modules(model, exclude))
     if not found:
         raise ValueError(
             "tensors: expected routers for 'router', found none: no module that stands beside one named experts and "
@@ -297,7 +297,7 @@ def _routers(model: nn.Module, exclude: Modules) -> dict[str, Router]:
     return found
 
 
-def _joined(
+def _join_ranks(
     model: nn.Module, process_group: Any, names: list[str], memory_budget: int
 ) -> tuple[StepRanks, Joined | None]:
     """Join this rank with the others of the group. names: of what is watched, of modules and parameters."""
@@ -366,7 +366,7 @@ def _report(model: nn.Module, monitor: Monitor, plan: Plan, options: Options, is
 
 def _report_model(model: nn.Module) -> None:
     try:
-        known, lost = facts(model), hidden(model)
+        known, lost = facts(model), find_hidden(model)
     except Exception as error:  # of whoever wrote the model: what only informs ends no attach
         return _log.info("the model could not be looked at: %r", error)
     if known:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from hookstats.language.finding import attentions, routers
-from hookstats.modules.selection import all_modules
+from hookstats.modules.selection import list_modules
 from hookstats.watch.arguments import DEFAULT_TENSORS
 
 _log = logging.getLogger("hookstats")
@@ -27,7 +27,7 @@ def language_model(model: nn.Module) -> dict[str, Any]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"language_model: expected a torch.nn.Module, got {type(model).__name__}")
-    modules = all_modules(model, None)
+    modules = list_modules(model, None)
     attending, routing = attentions(modules), routers(modules)
     tensors = [*DEFAULT_TENSORS, "optimizer", "token_weights"]
     if attending:

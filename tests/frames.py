@@ -90,7 +90,7 @@ def frame_of(
 
 def snapshot_of(frame: StepFrame) -> Snapshot:
     """As it is delivered."""
-    return Snapshot(frame.visible())
+    return Snapshot(frame.drop_hidden())
 
 
 def merged_snapshot(snapshots: Iterable[Snapshot]) -> Snapshot:

@@ -49,7 +49,7 @@ class Stacked:
         return {self.expert(i): Weight(self._module, self._key, i, self.input_dim) for i in numbers}
 
 
-def stacked(modules: Mapping[str, nn.Module]) -> dict[str, list[Stacked]]:
+def find_stacked(modules: Mapping[str, nn.Module]) -> dict[str, list[Stacked]]:
     """The parameters of three dimensions of the modules that are called experts, by the names of these."""
     found = {name: [Stacked(name, m, key) for key in _keys(m)] for name, m in modules.items() if _are_experts(name, m)}
     return {name: parameters for name, parameters in found.items() if parameters}

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from hookstats.attaching import attach
-from hookstats.calibration.experts import ShownRows, Stacked, stacked
-from hookstats.calibration.inputs import InputStats, from_site, nothing
+from hookstats.calibration.experts import ShownRows, Stacked, find_stacked
+from hookstats.calibration.inputs import InputStats, from_site, make_empty
 from hookstats.calibration.results import Calibration
 from hookstats.calibration.weights import LINEAR, Weight, weight_of
 from hookstats.modules.selection import Modules, clean_names, modules_at
@@ -73,15 +73,15 @@ def calibrate(
         raise TypeError(f"forward: expected a function (model, batch), got {forward!r}")
     chosen = clean_names(model) if modules is None else modules_at(model, modules, None)
     layers = {name: module for name, module in chosen.items() if isinstance(module, LINEAR)}
-    experts = stacked(chosen)
+    experts = find_stacked(chosen)
     if not layers and not experts:
         raise ValueError(
             "modules: expected nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, or experts that are stacked in parameters; "
             f"found none among {len(chosen)} modules"
         )
     parameters = [each for of_module in experts.values() for each in of_module]
-    shown = _with_progress(batches) if progress else batches
-    with _evaluating(model), _watching(model, layers) as monitor:
+    shown = _show_progress(batches) if progress else batches
+    with _evaluating(model), _attach_monitor(model, layers) as monitor:
         count = 0
         for batch in shown:
             with torch.no_grad(), ShownRows(monitor, parameters) if experts else contextlib.nullcontext():
@@ -95,10 +95,10 @@ def calibrate(
     for name, module in chosen.items():
         if name in layers:
             weights[name] = weight_of(module)
-            inputs[name] = _of_layer(snapshot, name, module)
+            inputs[name] = _collect_layer(snapshot, name, module)
         for parameter in experts.get(name, ()):
             weights |= parameter.weights()
-            inputs |= _of_experts(snapshot, parameter)
+            inputs |= _collect_experts(snapshot, parameter)
     return Calibration(inputs, weights, [each.name for each in parameters if each.input_dim is None])
 
 
@@ -115,7 +115,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
                 module.training = flag
 
 
-def _watching(model: nn.Module, layers: Mapping[str, nn.Module]) -> Monitor:
+def _attach_monitor(model: nn.Module, layers: Mapping[str, nn.Module]) -> Monitor:
     return attach(
         model,
         (lambda name, module: name in layers) if layers else None,
@@ -125,7 +125,7 @@ def _watching(model: nn.Module, layers: Mapping[str, nn.Module]) -> Monitor:
     )
 
 
-def _with_progress(batches: Iterable[Any]) -> Iterable[Any]:
+def _show_progress(batches: Iterable[Any]) -> Iterable[Any]:
     try:
         from tqdm.auto import tqdm
     except ImportError:
@@ -136,21 +136,21 @@ def _with_progress(batches: Iterable[Any]) -> Iterable[Any]:
     return bar
 
 
-def _of_layer(snapshot: Snapshot, name: str, module: nn.Module) -> InputStats:
+def _collect_layer(snapshot: Snapshot, name: str, module: nn.Module) -> InputStats:
     found = [snapshot[name, tensor] for tensor in _INPUTS if (name, tensor) in snapshot]
     measured = [from_site(stats) for stats in found if stats.calls]
     if not measured:
-        return nothing(int(getattr(module, "in_features", 0) or getattr(module, "in_channels", 0)))
+        return make_empty(int(getattr(module, "in_features", 0) or getattr(module, "in_channels", 0)))
     first, *others = measured
     for other in others:
         first = first.merge(other)
     return first
 
 
-def _of_experts(snapshot: Snapshot, parameter: Stacked) -> dict[str, InputStats]:
+def _collect_experts(snapshot: Snapshot, parameter: Stacked) -> dict[str, InputStats]:
     found = {}
     for name, weight in parameter.weights().items():
         site = (name, "output")  # of what was tapped
         seen = site in snapshot
-        found[name] = from_site(snapshot[site]) if seen else nothing(weight.get().shape[weight.input_dim])
+        found[name] = from_site(snapshot[site]) if seen else make_empty(weight.get().shape[weight.input_dim])
     return found

@@ -84,7 +84,7 @@ class InputStats:
         return f"InputStats({self.tokens} tokens, {len(self.abs_max)} channels, amax {self.amax:.6g})"
 
 
-def nothing(channels: int) -> InputStats:
+def make_empty(channels: int) -> InputStats:
     """The statistics of an input that never came."""
     zeros = np.zeros(channels)
     return InputStats(zeros, zeros, zeros, zeros, 0, 0, 0, np.zeros(MAGNITUDES, np.int64))
@@ -98,10 +98,10 @@ def from_site(stats: SiteStats) -> InputStats:
     middle, counts = MAGNITUDES - 1, histogram.counts
     both = counts[middle + 1 :] + counts[:middle][::-1]
     return InputStats(
-        abs_max=_known(of.abs_max, of.count),
-        mean=_known(of.mean, of.count),
-        abs_mean=_known(of.abs_mean, of.count),
-        l2_norm=_known(of.l2_norm, of.count),
+        abs_max=_zero_uncounted(of.abs_max, of.count),
+        mean=_zero_uncounted(of.mean, of.count),
+        abs_mean=_zero_uncounted(of.abs_mean, of.count),
+        l2_norm=_zero_uncounted(of.l2_norm, of.count),
         tokens=int((of.count + of.nans + of.posinfs + of.neginfs)[0]),
         nonfinite=int(total.nans + total.posinfs + total.neginfs),
         zeros=int(total.zeros),
@@ -109,5 +109,5 @@ def from_site(stats: SiteStats) -> InputStats:
     )
 
 
-def _known(values: Array, count: Array) -> Array:
+def _zero_uncounted(values: Array, count: Array) -> Array:
     return np.where(count > 0, values, 0.0)

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from hookstats.calibration.experts import stacked
+from hookstats.calibration.experts import find_stacked
 from hookstats.calibration.inputs import InputStats
-from hookstats.calibration.weights import LINEAR, Weight, pruned, smoothing, weight_of
+from hookstats.calibration.weights import LINEAR, Weight, choose_pruned, compute_smoothing, weight_of
 from hookstats.modules.selection import clean_names
-from hookstats.numbers.tables import aligned, html
+from hookstats.numbers.tables import align_columns, html
 
 _VERSION = 1
 # Keys of the file, and of InputStats, in its order.
@@ -89,7 +89,7 @@ class Calibration(Mapping[str, InputStats]):
         scales: dict[str, torch.Tensor] = {}
         for names in self.groups:
             if self[names[0]].tokens:
-                of_group = smoothing(self[names[0]], [weights[name] for name in names], alpha)
+                of_group = compute_smoothing(self[names[0]], [weights[name] for name in names], alpha)
                 scales |= dict.fromkeys(names, of_group)
         return {name: scales[name] for name in self if name in scales}
 
@@ -109,7 +109,7 @@ class Calibration(Mapping[str, InputStats]):
         """
         _check_share("wanda", "sparsity", sparsity)
         weights = self._weights_for("wanda")
-        return {name: pruned(stats, weights[name], sparsity) for name, stats in self.items() if stats.tokens}
+        return {name: choose_pruned(stats, weights[name], sparsity) for name, stats in self.items() if stats.tokens}
 
     def _weights_for(self, what: str) -> dict[str, Weight]:
         missing = [name for name in self if name not in self._weights]
@@ -126,7 +126,7 @@ class Calibration(Mapping[str, InputStats]):
         ``outlier``: the largest abs_max of a channel over the median one. Percentiles are those of
         `InputStats.quantile`.
         """
-        return "\n".join([*aligned(self._rows(), left=1), *self._left_out()])
+        return "\n".join([*align_columns(self._rows(), left=1), *self._list_uncovered()])
 
     def _rows(self) -> list[list[str]]:
         rows = [
@@ -141,7 +141,7 @@ class Calibration(Mapping[str, InputStats]):
             rows.append([name or "(model)", *counts, *shown, outlier, str(stats.nonfinite)])
         return rows
 
-    def _left_out(self) -> list[str]:
+    def _list_uncovered(self) -> list[str]:
         return [f"not covered: {name}: which tokens its experts are given was not seen" for name in self.not_covered]
 
     def __repr__(self) -> str:
@@ -150,7 +150,7 @@ class Calibration(Mapping[str, InputStats]):
 
     def _repr_html_(self) -> str:
         """Return the table for notebooks, of 60 layers at most."""
-        return html(repr(self), self._rows(), 1, self._left_out())
+        return html(repr(self), self._rows(), 1, self._list_uncovered())
 
     def save(self, path: str | Path) -> None:
         """Writes a file of safetensors, which `load` reads without any loss.
@@ -217,7 +217,7 @@ def _weights_of(model: nn.Module, experts: Mapping[str, int]) -> dict[str, Weigh
     """experts: the input_dim of each expert of stacked ones."""
     named = clean_names(model)
     weights = {name: weight_of(module) for name, module in named.items() if isinstance(module, LINEAR)}
-    for parameters in stacked(named).values():
+    for parameters in find_stacked(named).values():
         for parameter in parameters:
             parameter.input_dim = experts.get(parameter.expert(0))
             weights |= parameter.weights()

@@ -51,14 +51,14 @@ def weight_of(module: nn.Module) -> Weight:
     return Weight(module, groups=getattr(module, "groups", 1))
 
 
-def smoothing(inputs: InputStats, weights: Sequence[Weight], alpha: float) -> torch.Tensor:
+def compute_smoothing(inputs: InputStats, weights: Sequence[Weight], alpha: float) -> torch.Tensor:
     """float32 ``[C]``: SmoothQuant's scales of weights that are given the same inputs, arXiv 2211.10438, equation 4."""
     largest = torch.stack([weight.largest() for weight in weights]).amax(0).clamp(min=_SMALLEST)
     came = torch.from_numpy(inputs.abs_max).to(largest.device)
     return (came**alpha / largest ** (1 - alpha)).clamp(min=_SMALLEST).float()
 
 
-def pruned(inputs: InputStats, weight: Weight, sparsity: float) -> torch.Tensor:
+def choose_pruned(inputs: InputStats, weight: Weight, sparsity: float) -> torch.Tensor:
     """bool, of the weight's shape: True where Wanda prunes, arXiv 2306.11695, equation 1; in each row as many."""
     rows = weight.rows()
     norms = torch.from_numpy(inputs.l2_norm).to(rows.device)

@@ -12,7 +12,7 @@ from torch import nn
 
 from hookstats import _native
 from hookstats.modules.selection import clean_names
-from hookstats.modules.sharding import flattened, is_dtensor, unreduced
+from hookstats.modules.sharding import explain_unreduced, find_flattened, is_dtensor
 
 _WORDS = 1 << 15  # that are read at a time, on a CPU
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -34,7 +34,7 @@ def contents_of(
 ) -> tuple[list[Replica], dict[str, str]]:
     """Return all tensors of a model and of the optimizers' state, and why some are skipped, by name and kind."""
     held, skipped = list[Replica](), dict[str, str]()
-    flat = {id(each) for module in flattened(model) for each in module._parameters.values()}
+    flat = {id(each) for module in find_flattened(model) for each in module._parameters.values()}
     for name, kind, tensor, is_flat in _tensors_of(model, optimizers, buffers, gradients, flat):
         piece, local = (_piece(tensor), tensor._local_tensor) if is_dtensor(tensor) else ("", tensor)
         problem = "a part cut by FullyShardedDataParallel" if is_flat and not piece else _unreadable(tensor, local)
@@ -88,7 +88,7 @@ def _unreadable(tensor: torch.Tensor, local: torch.Tensor) -> str | None:
     """Return the reason why the bits cannot be read; None where they can."""
     if nn.parameter.is_lazy(tensor):
         return "not initialised yet"
-    if problem := unreduced(tensor):
+    if problem := explain_unreduced(tensor):
         return problem
     if local.is_nested:
         return "a nested tensor"
@@ -151,16 +151,16 @@ def _add_sums(chunk: list[tuple[int, int, torch.Tensor]], found: torch.Tensor) -
     end = length.cumsum(0)
     place = torch.arange(1, words.numel() + 1, device=found.device)
     place += torch.repeat_interleave(first - (end - length), length, output_size=words.numel())
-    sums = _mixed(words + place * _GOLDEN).cumsum(0)[end - 1]
+    sums = _mix_bits(words + place * _GOLDEN).cumsum(0)[end - 1]
     found.index_add_(0, number, sums.diff(prepend=found.new_zeros(1)))
 
 
-def _mixed(words: torch.Tensor) -> torch.Tensor:
-    for shift, factor in ((33, _signed(0xFF51AFD7ED558CCD)), (33, _signed(0xC4CEB9FE1A85EC53)), (33, 1)):
+def _mix_bits(words: torch.Tensor) -> torch.Tensor:
+    for shift, factor in ((33, _to_signed(0xFF51AFD7ED558CCD)), (33, _to_signed(0xC4CEB9FE1A85EC53)), (33, 1)):
         words.bitwise_xor_((words >> shift).bitwise_and_((1 << 64 - shift) - 1)).mul_(factor)
     return words
 
 
-def _signed(bits: int) -> int:
+def _to_signed(bits: int) -> int:
     """Return the int64 of these bits, modulo 2^64."""
     return (bits + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -50,28 +50,28 @@ class Replicas:
         self._equal: dict[Site, int] = {}  # in how many steps a site of which it is not known has changed alike
         self._latest: deque[tuple[Union, Held]] = deque(maxlen=1 + _BEFORE)  # the latest first
 
-    def changed(self, union: Union, held: Held) -> Counts:
+    def find_changed(self, union: Union, held: Held) -> Counts:
         """``[Union.compared]``: whether this rank holds other values than in the step before.
 
         Of sites of which it is not known yet whether ranks are to hold the same; zeros that stay say nothing.
         """
         result = np.zeros(len(union.compared), np.int64)
         of, before = self._latest[0] if self._latest else (union, held)
-        for site in self._unsettled(union):
+        for site in self._list_unsettled(union):
             if site in of.compared:
                 result[union.compared[site]] = held.hashes[union.compared[site]] != before.hashes[of.compared[site]]
         return result
 
-    def _unsettled(self, union: Union) -> list[Site]:
+    def _list_unsettled(self, union: Union) -> list[Site]:
         return [site for site in union.holders if 0 <= self._equal.get(site, 0) < _STEPS]
 
-    def differing(self, union: Union, sums: Counts, held: Held) -> list[Site]:
+    def find_differing(self, union: Union, sums: Counts, held: Held) -> list[Site]:
         """Return the sites of parameters of which ranks differ. sums: `Packed.compared` of all.
 
         Only what was measured at the same place of a step, before an optimizer stepped or at its end, can be compared.
         """
         self._latest.appendleft((union, held))
-        for site in self._unsettled(union):
+        for site in self._list_unsettled(union):
             is_unlike, _, has_changed = sums[:, union.compared[site]] != 0
             self._equal[site] = -1 if is_unlike else self._equal.get(site, 0) + int(has_changed)
         sites = [site for site, i in union.compared.items() if sums[0, i] and not sums[1, i]]

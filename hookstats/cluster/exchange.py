@@ -131,7 +131,7 @@ class Exchange:
         with suppress(Exception):  # the store may have gone with the rank that kept it
             self._store.set("over", "")
 
-    def _connected(self) -> list[_Group]:
+    def _connect(self) -> list[_Group]:
         """Return this rank's groups: FAN ranks, the first ones of FAN such groups, and so on."""
         if self._groups is None:
             self._groups, left = [], self.ranks
@@ -164,7 +164,7 @@ class Exchange:
         memory = np.concatenate([np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in arrays])
         ends = np.cumsum([each.nbytes for each in arrays]).tolist()
         places = [slice(end - each.nbytes, end) for each, end in zip(arrays, ends, strict=True)]
-        groups = self._connected() if memory.size else []
+        groups = self._connect() if memory.size else []
         for group in groups:
             everybodys = np.empty((group.size if group.place == 0 else 0, memory.size), np.uint8)
             options = c10d.GatherOptions()

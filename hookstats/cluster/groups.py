@@ -18,7 +18,7 @@ from hookstats.numbers.selection import as_globs
 Wanted: TypeAlias = Mapping[str, tuple[Placement, ...]]  # by glob; one placement for each axis of the group
 
 
-class Axis(NamedTuple):
+class MeshAxis(NamedTuple):
     """A dimension of a mesh, through this rank."""
 
     name: str
@@ -30,10 +30,10 @@ class Group(NamedTuple):
     """The ranks that are merged, in their order, and the axes along which placements are named."""
 
     ranks: tuple[int, ...]  # of the job
-    axes: tuple[Axis, ...]
+    axes: tuple[MeshAxis, ...]
 
 
-def axes_of(mesh: DeviceMesh) -> tuple[Axis, ...] | None:
+def axes_of(mesh: DeviceMesh) -> tuple[MeshAxis, ...] | None:
     """Return the axes of a mesh through this rank; None where this rank is not part of it."""
     here = mesh.get_coordinate()
     if here is None:
@@ -42,7 +42,7 @@ def axes_of(mesh: DeviceMesh) -> tuple[Axis, ...] | None:
     found = []
     for i, name in enumerate(names):
         through: Any = tuple(slice(None) if j == i else coordinate for j, coordinate in enumerate(here))
-        found.append(Axis(name, tuple(mesh.mesh[through].tolist()), here[i]))
+        found.append(MeshAxis(name, tuple(mesh.mesh[through].tolist()), here[i]))
     return tuple(found)
 
 
@@ -60,7 +60,7 @@ def group_of(process_group: Any) -> Group:
         axes = axes_of(process_group)
     elif isinstance(process_group, dist.ProcessGroup):
         ranks = tuple(dist.get_process_group_ranks(process_group))
-        axes = (Axis("rank", ranks, ranks.index(rank)),) if rank in ranks else None
+        axes = (MeshAxis("rank", ranks, ranks.index(rank)),) if rank in ranks else None
     elif isinstance(process_group, int) and process_group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
             f"process_group: expected a group that rank {rank} is in, got what torch.distributed.new_group returns to "
@@ -76,7 +76,7 @@ def group_of(process_group: Any) -> Group:
     return Group(ranks, axes)
 
 
-def checked_placements(placements: Any, group: Group, names: Iterable[str]) -> Wanted:
+def check_placements(placements: Any, group: Group, names: Iterable[str]) -> Wanted:
     """Check ``placements=``, which says how the tensors lie whose modules or parameters its globs match.
 
     Raises:

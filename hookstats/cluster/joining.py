@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hookstats._warn import warn
 from hookstats.cluster.exchange import Exchange
-from hookstats.cluster.groups import checked_placements, group_of
+from hookstats.cluster.groups import check_placements, group_of
 from hookstats.cluster.merging import Merging
 from hookstats.cluster.placements import Placements, is_comparable
 from hookstats.cluster.union import Placing, Tables, whole
@@ -43,7 +43,7 @@ class Joined:
         TypeError, ValueError where process_group or placements are not as `hookstats.attach` has them.
         """
         group = group_of(process_group)
-        wanted = checked_placements(placements, group, names)
+        wanted = check_placements(placements, group, names)
         rank = dist.get_rank()
         self._merging = Merging(group.ranks, Tables(budget, spread), timeout)
         self._placements = partial(Placements, group=group, wanted=wanted)
@@ -69,9 +69,9 @@ class Joined:
         else:
             self._merging.submit(frame, self._placing[2])
 
-    def arrived(self) -> list[StepFrame]:
+    def take_arrived(self) -> list[StepFrame]:
         """Return the steps of all ranks together, or of this one alone, in the order of their submission; each once."""
-        arrived, self._arrived = [*self._arrived, *self._merging.arrived()], []
+        arrived, self._arrived = [*self._arrived, *self._merging.take_arrived()], []
         return arrived
 
     def largest(self, numbers: list[float]) -> list[float]:

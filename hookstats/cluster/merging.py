@@ -42,7 +42,7 @@ _BEHIND = (
 
 
 @dataclass
-class _Slot:
+class _PendingStep:
     """A step that was submitted, until it is delivered."""
 
     frame: StepFrame
@@ -53,7 +53,7 @@ class _Slot:
 
 
 @contextmanager
-def _added_to(problems: list[str]) -> Iterator[None]:
+def _collect_errors(problems: list[str]) -> Iterator[None]:
     """Note an exception and go on: what fails on this rank alone must not keep the others waiting."""
     try:
         yield
@@ -78,14 +78,14 @@ class Merging:
         """
         self._exchange = Exchange("merging", ranks, timeout)
         # What only training's thread touches, which makes all public calls.
-        self._slots: deque[_Slot] = deque()  # not delivered yet
+        self._slots: deque[_PendingStep] = deque()  # not delivered yet
         self._begun, self._last = 0, -1
         self._room = _FEW  # for steps that wait
         self._warn_once = WarnOnce()
         self._faults = 0  # steps that a rank could not bring
         self._process = os.getpid()
         # What both do: a slot's `merged` is set once, by the thread, or when that has ended.
-        self._queue: queue.SimpleQueue[_Slot | None] = queue.SimpleQueue()  # None: the end
+        self._queue: queue.SimpleQueue[_PendingStep | None] = queue.SimpleQueue()  # None: the end
         self._told: deque[tuple[str, str]] = deque()  # messages for the user, each said once for each key
         # What only the thread touches.
         self._tables = tables
@@ -105,7 +105,7 @@ class Merging:
         number = frame.step
         self._begun += number <= self._last  # trained anew, on all ranks
         self._last = number
-        slot = _Slot(frame, placing, [problem] if problem else [], self._begun)
+        slot = _PendingStep(frame, placing, [problem] if problem else [], self._begun)
         size = sum(block.nbytes for block in frame.memory)
         self._room = min(max(_FEW, _WAITING_BYTES // max(1, size)), _MANY)
         if self._thread.is_alive():  # it is not in a fork, where it may have held the queue's lock
@@ -130,7 +130,7 @@ class Merging:
                 text = f"{self._room} steps were waiting to be merged when step {number} came"
                 self._tell_why_alone("queue", f"{text}: measure less often (every=)")
 
-    def arrived(self) -> list[StepFrame]:
+    def take_arrived(self) -> list[StepFrame]:
         """Return what was submitted and is settled, in that order, each once. Warns of what went wrong."""
         if not self._thread.is_alive():
             self._settle_all()
@@ -145,11 +145,11 @@ class Merging:
         return done
 
     def wait(self, timeout: float) -> list[StepFrame]:
-        """Return what `arrived` returns, once all is settled or `timeout` seconds have passed."""
+        """Return what `take_arrived` returns, once all is settled or `timeout` seconds have passed."""
         end = time.monotonic() + timeout
-        while self._unsettled() and self._thread.is_alive() and time.monotonic() < end:
+        while self._count_unsettled() and self._thread.is_alive() and time.monotonic() < end:
             time.sleep(0.001)
-        return self.arrived()
+        return self.take_arrived()
 
     def close(self, timeout: float = 2.0) -> list[StepFrame]:
         """End merging: what is not settled after `timeout` seconds is delivered alone. A second call does nothing.
@@ -162,7 +162,7 @@ class Merging:
         self._queue.put(None)
         self._thread.join(min(timeout, 2.0))
         self._settle_all()
-        done += self.arrived()
+        done += self.take_arrived()
         if self._faults > 1:
             self._warn_once(
                 "faults", f"{self._faults} steps were not merged over ranks, as one could not bring its part"
@@ -186,10 +186,10 @@ class Merging:
             if slot.merged is None:
                 self._leave_alone(slot)
 
-    def _unsettled(self) -> int:
+    def _count_unsettled(self) -> int:
         return sum(slot.merged is None for slot in self._slots)
 
-    def _leave_alone(self, slot: _Slot) -> None:
+    def _leave_alone(self, slot: _PendingStep) -> None:
         slot.frame.ranks = StepRanks((self._exchange.rank,), len(self._exchange.ranks))
         slot.merged = slot.frame
 
@@ -208,14 +208,14 @@ class Merging:
 
     def _merge_all(self) -> None:
         while (slot := self._queue.get()) is not None:
-            merged = self._merged(slot)
+            merged = self._merge_step(slot)
             if merged is None:
                 self._leave_alone(slot)
             else:
                 slot.merged = slot.merged or merged
-        self._exchange.max(_announced(_END, None, -1, False))
+        self._exchange.max(_announce(_END, None, -1, False))
 
-    def _merged(self, slot: _Slot) -> StepFrame | None:
+    def _merge_step(self, slot: _PendingStep) -> StepFrame | None:
         """Merge a step with those of the others, when all ranks agree that it is merged.
 
         Waits for ranks with an older one in hand. A rank that has failed says so before anybody adds up: then the step
@@ -224,15 +224,15 @@ class Merging:
         number, problems = slot.frame.step, slot.problems
         local: Local | None = None
         packed: tuple[Packer, Packed, Held] | None = None
-        with _added_to(problems):
+        with _collect_errors(problems):
             local = None if problems else self._tables.local(slot.frame, slot.placing)
         moment, is_united = slot.begun * _BEGUN + number, False
         while True:
             union, packer = self._packers.get(local.text, (-1, None)) if local else (-1, None)
             if local is not None and packer is not None and packed is None and not problems:
-                with _added_to(problems):
+                with _collect_errors(problems):
                     packed = packer, *packer.pack(slot.frame, local)
-            mine = _announced(moment, slot.frame.grad_scale, union, bool(problems))
+            mine = _announce(moment, slot.frame.grad_scale, union, bool(problems))
             newest, oldest, high, low, last, first, failed = self._exchange.max(mine).tolist()
             if newest == _END:
                 raise _Over("a rank was detached, or has ended")
@@ -244,7 +244,7 @@ class Merging:
             if newest > -oldest:
                 continue
             if failed:
-                self._tell_of_fault(slot)
+                self._report_fault(slot)
                 return None
             if high != -low:
                 self._tell_why_alone("scale", f"the grad_scale is not the same on all ranks at step {number}")
@@ -256,7 +256,7 @@ class Merging:
             is_united, packed = True, None
             self._unite(local, problems)
 
-    def _tell_of_fault(self, slot: _Slot) -> None:
+    def _report_fault(self, slot: _PendingStep) -> None:
         why = ", ".join(slot.problems) or "another rank could not bring its part"
         self._tell_why_alone("failed", f"step {slot.frame.step}: {why}")
 
@@ -264,7 +264,7 @@ class Merging:
         """Exchange the tables of all ranks, each of which crosses the network once."""
         texts = self._exchange.gather_texts(local.text)
         self._unions += 1
-        with _added_to(problems):
+        with _collect_errors(problems):
             union = Union(texts, self._exchange.ranks)
             packer = Packer(union, self._exchange.rank, self._apart)
             for note in union.notes:
@@ -273,17 +273,17 @@ class Merging:
                 del self._packers[old]
             self._packers[local.text] = self._unions, packer
 
-    def _fold(self, slot: _Slot, packer: Packer, mine: Packed, held: Held) -> StepFrame | None:
-        mine.compared[CHANGED] = self._replicas.changed(packer.union, held)
+    def _fold(self, slot: _PendingStep, packer: Packer, mine: Packed, held: Held) -> StepFrame | None:
+        mine.compared[CHANGED] = self._replicas.find_changed(packer.union, held)
         packed = Packed(*self._exchange.reduce(mine, FOLDS))
         union, merged, before = packer.union, None, len(self._apart)
-        with _added_to(slot.problems):
+        with _collect_errors(slot.problems):
             merged = packer.unpack(packed, slot.frame)
             merged.ranks = StepRanks(self._exchange.ranks, len(self._exchange.ranks))
-            self._tell_of(list(self._apart)[before:], union, slot.frame.step)
+            self._report_apart(list(self._apart)[before:], union, slot.frame.step)
         if slot.problems:  # the others have what this rank has brought
-            self._tell_of_fault(slot)
-        if differ := self._replicas.differing(union, packed.compared, held):
+            self._report_fault(slot)
+        if differ := self._replicas.find_differing(union, packed.compared, held):
             found, behind = drifts(union, differ, self._exchange.gather(self._replicas.history(differ)))
             if behind is not None:
                 self._note("behind", _BEHIND.format(*behind))
@@ -291,7 +291,7 @@ class Merging:
                 merged.drifts = found
         return merged
 
-    def _tell_of(self, sites: Sequence[Site], union: Union, number: int) -> None:
+    def _report_apart(self, sites: Sequence[Site], union: Union, number: int) -> None:
         """Tell of sites that are kept apart from now on."""
         if not sites:
             return
@@ -305,7 +305,7 @@ class Merging:
         )
 
 
-def _announced(moment: int, grad_scale: float | None, union: int, failed: bool) -> Counts:
+def _announce(moment: int, grad_scale: float | None, union: int, failed: bool) -> Counts:
     """Return what ranks tell each other before each step, of which the largest counts."""
     scale = int(np.float64(-1.0 if grad_scale is None else grad_scale).view(np.int64)) >> 1
     return np.array([moment, -moment, scale, -scale, union, -union, failed], np.int64)

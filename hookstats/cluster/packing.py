@@ -112,7 +112,7 @@ class Packer:
             dict(own.sample_ids),
             own.grad_scale,
             overflowed > 0 if scalars[COUNT, 1] else None,
-            self._skipped(packed, own),
+            self._merge_skipped(packed, own),
             rows=int(rows),
             hidden=counts[SHOWN] == 0,
         )
@@ -143,7 +143,7 @@ class Packer:
             self._whole = once, kept, named.select(kept)
         return self._whole[1:]
 
-    def _skipped(self, packed: Packed, own: StepFrame) -> dict[Site, Skipped]:
+    def _merge_skipped(self, packed: Packed, own: StepFrame) -> dict[Site, Skipped]:
         result, by = {}, packed.extremes[SKIPPED_BY]
         for i in np.flatnonzero(by > _LOWEST).tolist():
             site, times = self.union.sites[i], int(packed.counts[SKIPPED, i])

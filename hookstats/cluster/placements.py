@@ -23,17 +23,17 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn.parallel import DistributedDataParallel
 
-from hookstats.cluster.groups import Axis, Group, Wanted, axes_of
+from hookstats.cluster.groups import Group, MeshAxis, Wanted, axes_of
 from hookstats.cluster.union import Place, TableRow, whole
 from hookstats.modules.channels import input_channels, natural_channels
 from hookstats.modules.selection import Slot, clean_names
-from hookstats.modules.sharding import LocalShard, Sharding, flattened
+from hookstats.modules.sharding import LocalShard, Sharding, find_flattened
 from hookstats.numbers.fields import Site
 from hookstats.numbers.kinds import kind_of
 from hookstats.numbers.selection import matches
 
 
-class Span(NamedTuple):
+class DimSpan(NamedTuple):
     """A part of a dimension: how large the whole is, and where in it the part begins and how large it is."""
 
     whole: int
@@ -41,13 +41,13 @@ class Span(NamedTuple):
     size: int
 
 
-def cuts_of(axes: Sequence[Axis], placements: Sequence[Placement], dim: int) -> list[Axis] | None:
+def cuts_of(axes: Sequence[MeshAxis], placements: Sequence[Placement], dim: int) -> list[MeshAxis] | None:
     """Return the axes along which a dimension is cut, in order. None: the channels of a rank do not lie side by side.
 
     From left to right; but what torch writes as _StridedShard comes after the axes to its right: FSDP2 cuts what tensor
     parallelism has left to it.
     """
-    cuts: list[Axis] = []
+    cuts: list[MeshAxis] = []
     for axis, placement in reversed(list(zip(axes, placements, strict=True))):
         if not placement.is_partial() and getattr(placement, "dim", None) == dim:
             factor = int(getattr(placement, "split_factor", 1))
@@ -60,7 +60,7 @@ def cuts_of(axes: Sequence[Axis], placements: Sequence[Placement], dim: int) -> 
     return cuts
 
 
-def part_of(size: int, cuts: Sequence[Axis], ranks: frozenset[int]) -> Span | None:
+def part_of(size: int, cuts: Sequence[MeshAxis], ranks: frozenset[int]) -> DimSpan | None:
     """Return this rank's part of `size` channels, cut as torch.chunk does it, in the whole that these ranks have.
 
     None: they have none, where they are some of those of an axis, or have parts of what others have the rest of.
@@ -77,10 +77,10 @@ def part_of(size: int, cuts: Sequence[Axis], ranks: frozenset[int]) -> Span | No
             whole, start = size, 0
         elif members < len(axis.ranks):
             return None
-    return Span(whole, start, size)
+    return DimSpan(whole, start, size)
 
 
-def _members(axis: Axis, ranks: frozenset[int]) -> list[int]:
+def _members(axis: MeshAxis, ranks: frozenset[int]) -> list[int]:
     """Return the coordinates along an axis of the ranks that are merged."""
     return [coordinate for coordinate, rank in enumerate(axis.ranks) if rank in ranks]
 
@@ -96,7 +96,7 @@ class Placements:
         held: Mapping[Site, LocalShard],
         replicated: Mapping[DistributedDataParallel, bool],
     ) -> None:
-        """wanted: what `groups.checked_placements` made of ``placements=``. held: what this rank has of each site.
+        """wanted: what `groups.check_placements` made of ``placements=``. held: what this rank has of each site.
 
         replicated: parts of the model, and whether they are `is_comparable`.
         """
@@ -106,13 +106,13 @@ class Placements:
         self._held = dict(held)
         # Merging keeps the latest of these for good; a model that nobody else holds is to go all the same.
         self._modules = WeakValueDictionary(clean_names(model))
-        self._axes: dict[Any, tuple[Axis, ...] | None] = {}  # by mesh
+        self._axes: dict[Any, tuple[MeshAxis, ...] | None] = {}  # by mesh
         self._parallel = self._tensor_parallel_axes(_data_parallel_ranks(model))
         self._flat = {
             id(module): self._ranks.intersection(dist.get_process_group_ranks(outer.process_group))
-            for module, outer in flattened(model).items()
+            for module, outer in find_flattened(model).items()
         }
-        self._by_ddp = _replicated_modules(replicated, self._ranks)
+        self._by_ddp = _find_replicated(replicated, self._ranks)
 
     def __call__(self, own: TableRow) -> Place:
         if kind_of(own.site.tensor).is_part:
@@ -132,11 +132,11 @@ class Placements:
         peers, ignored = self._by_ddp.get(id(module), ((), frozenset()))
         return whole(own)._replace(peers=() if key in ignored else peers)
 
-    def _is_lowest(self, axes: Sequence[Axis]) -> bool:
+    def _is_lowest(self, axes: Sequence[MeshAxis]) -> bool:
         """Return True for the lowest of the merged ranks along each of these axes."""
         return all(axis.coordinate == _members(axis, self._ranks)[0] for axis in axes)
 
-    def _along(self, axes: Sequence[Axis]) -> tuple[int, ...]:
+    def _along(self, axes: Sequence[MeshAxis]) -> tuple[int, ...]:
         """Return the merged ranks that differ from this one along these axes alone; (): their numbers are irregular."""
         rank = dist.get_rank()
         steps = [[axis.ranks[each] - rank for each in _members(axis, self._ranks)] for axis in axes]
@@ -153,7 +153,7 @@ class Placements:
         cuts = cuts_of(axes, placements, dim)
         span = None if cuts is None else part_of(size, cuts, self._ranks)
         if span is None or (span.size and channels not in (None, span.size)):  # they do not lie side by side
-            span = Span(1, 0, 1)
+            span = DimSpan(1, 0, 1)
         replicated = [axis for axis, each in zip(axes, placements, strict=True) if each.is_replicate()]
         counts, leads = span.size > 0 and self._is_lowest(replicated), self._is_lowest(axes)
         placed = Place(span.whole, owners, span.offset if span.size else 0, counts, leads)
@@ -165,7 +165,7 @@ class Placements:
         return self._keep_apart(own, placed, [axis for axis in self._parallel if not covered.issuperset(axis.ranks)])
 
     def _place_as_wanted(self, own: TableRow, wanted: tuple[Placement, ...], channels: int | None) -> Place:
-        replicated, cuts, parts = list[Axis](), list[Axis](), list[Axis]()
+        replicated, cuts, parts = list[MeshAxis](), list[MeshAxis](), list[MeshAxis]()
         size, offset = channels or 1, 0
         for axis, placement in zip(self._group.axes, wanted, strict=True):
             if placement.is_replicate():
@@ -204,7 +204,7 @@ class Placements:
         placed = Place(span.whole, "each", span.offset, leads=self._is_lowest(cuts))
         return self._keep_apart(own, placed, [axis for axis in self._parallel if axis not in cuts])
 
-    def _shard_of_own_weight(self, site: Site, channels: int) -> tuple[Span, list[Axis]] | None:
+    def _shard_of_own_weight(self, site: Site, channels: int) -> tuple[DimSpan, list[MeshAxis]] | None:
         """Return the part of the channels that an activation has which is as wide as its module's local weight."""
         module = self._modules.get(site.name)
         if module is None:
@@ -226,7 +226,7 @@ class Placements:
                     return span, cuts
         return None
 
-    def _keep_apart(self, own: TableRow, placed: Place, axes: Sequence[Axis]) -> Place:
+    def _keep_apart(self, own: TableRow, placed: Place, axes: Sequence[MeshAxis]) -> Place:
         """Keep a site apart for each coordinate along these axes.
 
         Replicas, for all that is known: whether they are is seen from their states, once they are merged.
@@ -237,22 +237,22 @@ class Placements:
         site = Site(own.site.name, f"{own.site.tensor}[{told}]")
         return placed._replace(site=site, peers=self._along(axes))
 
-    def _axes_of(self, mesh: Any) -> tuple[Axis, ...] | None:
+    def _axes_of(self, mesh: Any) -> tuple[MeshAxis, ...] | None:
         if mesh not in self._axes:
             self._axes[mesh] = axes_of(mesh)
         return self._axes[mesh]
 
-    def _tensor_parallel_axes(self, data_parallel: list[set[int]]) -> list[Axis]:
+    def _tensor_parallel_axes(self, data_parallel: list[set[int]]) -> list[MeshAxis]:
         """Return the axes of DTensor parameters, not of data parallelism: ranks along them may hold equal activations.
 
         What FSDP and DDP have made data parallel is known by its ranks; along an axis inside of these, as that of
         experts, batches differ.
         """
-        found: dict[tuple[int, ...], Axis] = {}
+        found: dict[tuple[int, ...], MeshAxis] = {}
         for module in self._modules.values():
             for parameter in list(module._parameters.values()):  # the trainer may replace them meanwhile
                 of_mesh = self._axes_of(parameter.device_mesh) if isinstance(parameter, DTensor) else None
-                axes: tuple[Axis, ...] = of_mesh or ()
+                axes: tuple[MeshAxis, ...] = of_mesh or ()
                 for axis in axes:
                     is_merged = len(_members(axis, self._ranks)) > 1
                     if is_merged and not any(ranks.issuperset(axis.ranks) for ranks in data_parallel):
@@ -271,7 +271,7 @@ def is_comparable(outer: DistributedDataParallel) -> bool:
     return not getattr(outer, "_comm_hooks", None) and not has_joined
 
 
-def _replicated_modules(
+def _find_replicated(
     replicated: Mapping[DistributedDataParallel, bool], ranks: frozenset[int]
 ) -> dict[int, tuple[tuple[int, ...], frozenset[str]]]:
     """Return by module id the ranks over which DDP replicates a module, and the parameters that it ignores.

@@ -157,7 +157,7 @@ def check_replicas(
             for i in of_values[:_LOCATED] if any(wants for wants, _ in told.values()) else ():
                 key = found[i].tensor, found[i].kind
                 row = tables[ranks.index(found[i].reference_rank)][key]
-                found[i] = _located(exchange, found[i], row, local.get(key))
+                found[i] = _locate_difference(exchange, found[i], row, local.get(key))
     if failure is not None:
         raise failure
     if failed:
@@ -225,7 +225,7 @@ def _disagreements(ranks: Sequence[int], tables: Sequence[_Table]) -> Iterator[D
                     yield Disagreement(name, kind, how, those, ranks[agree[0]], len(agree), majority, values=values)
 
 
-def _located(exchange: Exchange, found: Disagreement, row: _Row, local: torch.Tensor | None) -> Disagreement:
+def _locate_difference(exchange: Exchange, found: Disagreement, row: _Row, local: torch.Tensor | None) -> Disagreement:
     """Find the first element in which the reference and the first of the others differ.
 
     row: of the reference. local: of this rank, if it has it. All ranks take part: the tensors of both are shown to all,

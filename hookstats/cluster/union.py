@@ -220,7 +220,7 @@ class Union:
                 if row.compared_as:
                     self.compared.setdefault(row.compared_as, len(self.compared))
         self._owners = {site: (first[site], _owners_of(rows)) for site, rows in same.items()}
-        merged = [_merged(rows, self.bins) for rows in same.values()]
+        merged = [_merge_rows(rows, self.bins) for rows in same.values()]
         self.rows = tuple(row for row, _ in merged)
         self.unlike = [row.site for row, is_unlike in merged if is_unlike]
         if self.unlike:
@@ -284,7 +284,7 @@ class Union:
         return row.owners == owners and (owners != "first" or lowest == rank)
 
 
-def _merged(rows: list[TableRow], bins: Bins | None) -> tuple[TableRow, bool]:
+def _merge_rows(rows: list[TableRow], bins: Bins | None) -> tuple[TableRow, bool]:
     """Return a row of the whole, and whether ranks have other channels. Who has not seen its own does not count."""
     wide = [row for row in rows if not row.is_narrow] or rows
     dims = {row.channel_dim for row in wide} - {None}

@@ -12,7 +12,7 @@ import numpy as np
 
 from hookstats.comparing import rounding
 from hookstats.comparing.formatting import growth, table
-from hookstats.comparing.pairs import FAMILIES, Judged, Pair
+from hookstats.comparing.pairs import FAMILIES, Judged, SnapshotPair
 from hookstats.numbers.fields import Array, Site
 from hookstats.numbers.kinds import kind_of
 from hookstats.numbers.snapshot import Snapshot
@@ -99,16 +99,16 @@ class Comparison:
         self._dtype = dtype
         self._bits: dict[Site, list[int]] = {}
         self._seen: dict[tuple[str, str], float] = {}
-        self._parted: Pair | None = None
+        self._parted: SnapshotPair | None = None
         steps = Counter[str]()
         only: list[set[Site]] = [set(), set()]
         place: dict[Site, int] = {}
         rows: list[tuple[list[int], Array]] = []
-        for of_a, of_b in _joined(a, b):
+        for of_a, of_b in _pair_steps(a, b):
             if of_a is None or of_b is None:
                 steps["b" if of_a is None else "a"] += 1
                 continue
-            pair = Pair(of_a, of_b)
+            pair = SnapshotPair(of_a, of_b)
             self.steps.append(of_a.step)
             self.is_equal = self.is_equal and pair.is_equal()
             if pair.a.frame.sites.names != pair.b.frame.sites.names:
@@ -130,7 +130,7 @@ class Comparison:
         for row, (at, distances) in zip(self.distances, rows, strict=True):
             row[at] = distances
 
-    def _judge(self, pair: Pair) -> None:
+    def _judge(self, pair: SnapshotPair) -> None:
         """Looks for the first divergence in a step, and remembers how far apart all was."""
         for site, bits in zip(pair.sites, pair.bits().T.tolist(), strict=True):
             self._bits[site] = [max(each) for each in zip(self._bits.get(site, [0, 0]), bits, strict=True)]
@@ -141,7 +141,7 @@ class Comparison:
         else:
             units = rounding.units_of(bits.max(1), pair.is_of_module, is_trained=gap > 0)
         parted: list[tuple[int, str, Judged, Array]] = []
-        for family, judged in pair.judged(units, is_alike=self._dtype is not None).items():
+        for family, judged in pair.judge(units, is_alike=self._dtype is not None).items():
             grown = np.array([self._seen.get((family, kind.name), 0.0) for kind in pair.kinds])
             allowed = np.fmax(1.0, GROWTH * gap) * np.fmax(judged.allowed, grown)
             parted += [(i, family, judged, allowed) for i in np.flatnonzero(judged.distance > allowed)[:1].tolist()]
@@ -205,7 +205,7 @@ class Comparison:
         return f"Comparison({len(self.steps)} steps, {len(self.sites)} sites, {found})"
 
 
-def _joined(a: Iterable[Snapshot], b: Iterable[Snapshot]) -> Iterator[tuple[Snapshot | None, Snapshot | None]]:
+def _pair_steps(a: Iterable[Snapshot], b: Iterable[Snapshot]) -> Iterator[tuple[Snapshot | None, Snapshot | None]]:
     """Both of each step, None where one has not got it; a step of each is held at a time."""
     rest_a, rest_b = iter(a), iter(b)
     one, other = next(rest_a, None), next(rest_b, None)
@@ -247,7 +247,7 @@ def compare(a: Compared, b: Compared, *, dtype: str | None = None) -> Comparison
         raise ValueError(f"compare: dtype: expected one of {', '.join(rounding.UNIT_ROUNDOFF)}; got {dtype!r}")
     if isinstance(a, Snapshot) != isinstance(b, Snapshot):
         raise ValueError(f"compare: expected two snapshots or two runs, got {type(a).__name__} and {type(b).__name__}")
-    a, b = _loaded(a), _loaded(b)
+    a, b = _open_run(a), _open_run(b)
     if isinstance(a, Snapshot) and isinstance(b, Snapshot):
         b = Snapshot(replace(b.frame, step=a.step))
     comparison = Comparison([a] if isinstance(a, Snapshot) else a, [b] if isinstance(b, Snapshot) else b, dtype)
@@ -258,7 +258,7 @@ def compare(a: Compared, b: Compared, *, dtype: str | None = None) -> Comparison
     return comparison
 
 
-def _loaded(run: Compared) -> Snapshot | Iterator[Snapshot]:
+def _open_run(run: Compared) -> Snapshot | Iterator[Snapshot]:
     if isinstance(run, Snapshot):
         return run
     if isinstance(run, (str, Path)):
@@ -267,10 +267,10 @@ def _loaded(run: Compared) -> Snapshot | Iterator[Snapshot]:
         run = load(run)
     if not isinstance(run, Iterable):
         raise TypeError(f"compare: expected {_EXPECTED}; got {run!r}")
-    return _checked(run)
+    return _check_snapshots(run)
 
 
-def _checked(run: Iterable[Snapshot]) -> Iterator[Snapshot]:
+def _check_snapshots(run: Iterable[Snapshot]) -> Iterator[Snapshot]:
     for each in run:
         if not isinstance(each, Snapshot):
             raise TypeError(f"compare: expected {_EXPECTED}; got a {type(run).__name__} with {each!r}")

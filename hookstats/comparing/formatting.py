@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hookstats.comparing.pairs import Pair
+from hookstats.comparing.pairs import SnapshotPair
 from hookstats.numbers.fields import Array, Site
 from hookstats.numbers.kinds import kind_of
-from hookstats.numbers.tables import aligned
+from hookstats.numbers.tables import align_columns
 
 _ROWS = 40
 _STEPS = 9
@@ -23,10 +23,10 @@ def growth(steps: Sequence[int], sites: Sequence[Site], distances: Array) -> lis
     for kind in dict.fromkeys(kinds):
         mine = distances[np.ix_(chosen, [i for i, each in enumerate(kinds) if each == kind])]
         rows.append([kind, *(f"{most:.2g}" for most in np.nan_to_num(mine).max(1))])
-    return aligned(rows, left=1)
+    return align_columns(rows, left=1)
 
 
-def table(pair: Pair, first: int) -> list[str]:
+def table(pair: SnapshotPair, first: int) -> list[str]:
     """A line for each site of a step, in order of execution; where there are many, from shortly before the first one
     that parts."""
     begin = max(0, min(first - 3, len(pair.sites) - _ROWS))
@@ -38,7 +38,7 @@ def table(pair: Pair, first: int) -> list[str]:
         numbers = [*(f"{each.rms:.5g}" for each in stats), *(f"{each.mean:.5g}" for each in stats)]
         mark = ">" if i == first else ""
         rows.append([mark, site.name or "(model)", site.tensor, *numbers, f"{pair.distances[i]:.2g}"])
-    lines = aligned(rows, left=3)
+    lines = align_columns(rows, left=3)
     if end - begin < len(pair.sites):
         lines.append(f"({begin} sites before these, {len(pair.sites) - end} after them)")
     return lines

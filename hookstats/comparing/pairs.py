@@ -32,7 +32,7 @@ class Judged(NamedTuple):
     allowed: Array  # of it, in a first step
 
 
-class Pair:
+class SnapshotPair:
     """Two snapshots of one step.
 
     ``sites``: n that both watch and that fired in one at least, in order of execution (of `a`, where it fired there).
@@ -87,17 +87,17 @@ class Pair:
             and all(bits_of(a.state(i)) == bits_of(b.state(i)) for i in both)
         )
 
-    def judged(self, units: Array, is_alike: bool) -> dict[str, Judged]:
+    def judge(self, units: Array, is_alike: bool) -> dict[str, Judged]:
         """Judge differences by family. units: of each site, the unit roundoff; is_alike: see `rounding.errors`."""
         errors = rounding.errors(units, self._kinks(), self._rows(), is_alike)
         one = np.ones_like(self._scale)
         largest = _largest(self._totals)
         count = np.fmax(*(stats.count for stats in self._totals))
-        means = errors.allowed_for_means(count, self._draws(), _ratio(largest, self._scale))
+        means = errors.bound_means(count, self._draws(), _ratio(largest, self._scale))
         found = {
-            "counts": self._worst(COUNTED, one, 0 * one),
-            "means": self._worst(MEANS, self._scale, means),
-            "extremes": self._worst(EXTREMES, np.fmax(largest, self._sums), errors.allowed_for_extremes()),
+            "counts": self._find_worst(COUNTED, one, 0 * one),
+            "means": self._find_worst(MEANS, self._scale, means),
+            "extremes": self._find_worst(EXTREMES, np.fmax(largest, self._sums), errors.bound_extremes()),
         }
         channels = self._channels(errors)
         return found if channels is None else found | {"channels": channels}
@@ -115,7 +115,7 @@ class Pair:
 
     def _kinks(self) -> Counts:
         """``[n]``: how many a gradient may have come through: they make some of the values before exactly zero."""
-        shares = np.fmax(*(self._scattered_zeros(each) for each in (0, 1)))
+        shares = np.fmax(*(self._count_scattered_zeros(each) for each in (0, 1)))
         is_gradient = np.array([kind.is_gradient for kind in self.kinds], bool)
         of_outputs = is_gradient & self.is_of_module & ~np.array([kind.is_input for kind in self.kinds], bool)
         passed = np.cumsum(of_outputs & (shares > KINKED))
@@ -128,7 +128,7 @@ class Pair:
         is_sum = np.array([kind.is_gradient and kind.of == "parameter" for kind in self.kinds], bool)
         return np.where(is_sum, most, 0.0)
 
-    def _scattered_zeros(self, which: int) -> Array:
+    def _count_scattered_zeros(self, which: int) -> Array:
         """``[n]``: the share of zeros, without those of rows (padding, the last token) that are zero throughout."""
         frame, places = (self.a, self.b)[which].frame, self._places[which]
         zeros, widths = np.nan_to_num(self._totals[which].zeros), frame.sites.widths[places]
@@ -156,7 +156,7 @@ class Pair:
         of_a, of_b = (np.stack([_statistic(stats, name) for name in names]) for stats in self._totals)
         return of_a, of_b, _relative(of_a, of_b, self._scale if scale is None else scale)
 
-    def _worst(self, names: tuple[str, ...], scale: Array, allowed: Array) -> Judged:
+    def _find_worst(self, names: tuple[str, ...], scale: Array, allowed: Array) -> Judged:
         of_a, of_b, apart = self._differences(names, scale)
         if names is not COUNTED:
             apart = np.where(self.is_bounded, apart, 0)
@@ -179,7 +179,7 @@ class Pair:
         own = np.fmax(*(np.nan_to_num(each.rms) for each in stats))
         scale = np.fmax(own, self._scale[chosen][site])
         count = np.fmax(*(each.count for each in stats))
-        allowed = errors.at(chosen[site]).allowed_for_means(count, np.ones(len(site)), _ratio(_largest(stats), scale))
+        allowed = errors.select(chosen[site]).bound_means(count, np.ones(len(site)), _ratio(_largest(stats), scale))
         of_a, of_b = (np.stack([_statistic(each, name) for name in MEANS]) for each in stats)
         apart = _relative(of_a, of_b, scale)
         statistic = apart.argmax(0)

@@ -92,11 +92,11 @@ class Errors(NamedTuple):
     alike: Array  # drawn for each channel, and the same for all its values
     flips: Array  # 1 for gradients that came through kinks which may flip, else 0
 
-    def at(self, chosen: Counts) -> Errors:
+    def select(self, chosen: Counts) -> Errors:
         """Return the errors of some sites."""
         return Errors(*(each[chosen] for each in self))
 
-    def allowed_for_means(self, count: Array, draws: Array, peak: Array) -> Array:
+    def bound_means(self, count: Array, draws: Array, peak: Array) -> Array:
         """Return how far mean, abs_mean and rms of `count` values may be apart, relative to their rms.
 
         draws: how many channels there are whose errors are independent; peak: the largest magnitude over the rms.
@@ -106,7 +106,7 @@ class Errors(NamedTuple):
         result: Array = HEADROOM * spread + self.flips * _FLIPS * peak / count + _MEASUREMENT
         return result
 
-    def allowed_for_extremes(self) -> Array:
+    def bound_extremes(self) -> Array:
         """Return how far min and max may be apart, relative to the largest magnitude."""
         return HEADROOM * np.hypot(self.own, self.alike)
 
@@ -132,7 +132,7 @@ def errors(units: Array, kinks: Counts, rows: Array, is_alike: bool) -> Errors:
     )
 
 
-def bits_needed(values: Array) -> Counts:
+def count_bits(values: Array) -> Counts:
     """Significant bits of each number, 0 of what is not finite, or special."""
     mantissa, _ = np.frexp(np.where(np.isfinite(values), values, 0.0))
     whole = np.abs(mantissa * 2.0**53).astype(np.int64)
@@ -144,7 +144,7 @@ def bits_needed(values: Array) -> Counts:
 def bits_of_sites(frame: StepFrame) -> Counts:
     """``[sites]``: significant bits that min and max of each need, as they were measured; 0 where nothing is told."""
     extremes = frame.wholes[[FIELDS.index("min"), FIELDS.index("max")]]
-    return np.where(frame.calls > 0, bits_needed(extremes).max(0), 0)
+    return np.where(frame.calls > 0, count_bits(extremes).max(0), 0)
 
 
 def dtype_of(bits: int) -> str | None:

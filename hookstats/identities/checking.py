@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hookstats.identities.layout import Layout, Part
-from hookstats.identities.spreads import Spread, unit_of
+from hookstats.identities.layout import IdentityLayout, LocalParameter
+from hookstats.identities.spreads import SpreadHook, unit_of
 from hookstats.identities.terms import Break, Identity, judge
 from hookstats.numbers.fields import Array
 from hookstats.numbers.identities import MANY, Named
-from hookstats.tools.undo import bare
+from hookstats.tools.undo import unwrap_parallel
 
 
 class Identities:
@@ -60,14 +60,14 @@ class Identities:
         Returns:
             `Checked`: prints as a list of what is broken.
         """
-        model = bare(self._model if model is None else model)
+        model = unwrap_parallel(self._model if model is None else model)
         parameters = dict(model.named_parameters())
         missing = [name for each in self.identities for name in each.parameters if name not in parameters]
         if missing:
             raise ValueError(f"check: expected a model with the parameter {missing[0]!r}, got {type(model).__name__}")
         before = {name: each.grad for name, each in parameters.items()}
         modules = dict(model.named_modules())
-        layout = Layout(self.identities, lambda name: parameters[name].dim())
+        layout = IdentityLayout(self.identities, lambda name: parameters[name].dim())
         spreads = layout.spreads(modules)
         handles = [modules[name].register_forward_hook(spread) for name, spread in spreads.items()]
         try:
@@ -82,7 +82,9 @@ class Identities:
             for name, each in parameters.items():
                 each.grad = before[name]
 
-    def _judge(self, parameters: dict[str, nn.Parameter], layout: Layout, spreads: dict[str, Spread]) -> Checked:
+    def _judge(
+        self, parameters: dict[str, nn.Parameter], layout: IdentityLayout, spreads: dict[str, SpreadHook]
+    ) -> Checked:
         found, read = self._read(parameters, layout)
         compared = [each.cpu().numpy() for each in layout.compare(read, spreads)]
         woken = {place_of(name): name for name in self.unseen if found[name].moves}
@@ -108,7 +110,9 @@ class Identities:
         breaks = [judge(*one, held) for one, off in zip(given, broken, strict=True) if off]
         return Checked([each for each in breaks if each is not None], len(given), left_out)
 
-    def _read(self, parameters: dict[str, nn.Parameter], layout: Layout) -> tuple[dict[str, _Gradient], torch.Tensor]:
+    def _read(
+        self, parameters: dict[str, nn.Parameter], layout: IdentityLayout
+    ) -> tuple[dict[str, _Gradient], torch.Tensor]:
         """Return what is to be known of each gradient, and all sums. What ranks have parts of is put together."""
         held = {name for each in self.identities for name in each.parameters}
         found, read = dict[str, _Gradient](), torch.zeros((), dtype=torch.float64)
@@ -118,7 +122,7 @@ class Identities:
             gradient = _whole(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
             found[name] = _Gradient(bool(gradient.any()), bool(gradient.isfinite().all()))
             if name in held:
-                part = {name: Part(_whole(parameter.detach()), gradient)}
+                part = {name: LocalParameter(_whole(parameter.detach()), gradient)}
                 parts = {number: part for number, each in enumerate(self.identities) if name in each.parameters}
                 read = read + layout.read(parts, torch.device("cpu"))
         return found, read

@@ -12,20 +12,20 @@ from torch import nn
 from hookstats.identities.checking import Identities
 from hookstats.identities.inside import identities_inside
 from hookstats.identities.runs import (
-    Part,
+    ChannelPart,
     Reading,
-    Runs,
+    RepeatableModel,
     Scaled,
     full_name,
+    is_same,
     powers_of_two,
-    same,
     scale,
-    scaled_output,
+    scale_output,
     spreads,
     tensors_in,
 )
 from hookstats.identities.terms import Identity, Term
-from hookstats.modules.heads import KEY_HEADS, SIZES_OF_HEADS, heads_of, number_said
+from hookstats.modules.heads import KEY_HEADS, SIZES_OF_HEADS, heads_of, read_number
 
 _RUNS = ("channel", "rotated pair", "adjacent pair", "head", "all")
 
@@ -69,12 +69,12 @@ def find_identities(model: nn.Module, forward: Callable[[], Any]) -> Identities:
         raise TypeError(
             f"find_identities: expected plain parameters, got a DTensor for {sharded[0]}; call it before sharding"
         )
-    runs = Runs(model, forward)
-    return Identities(model, _Finding(runs).all(), runs.unseen())
+    runs = RepeatableModel(model, forward)
+    return Identities(model, _Finding(runs).find_all(), runs.list_uncalled())
 
 
 class _Finding:
-    def __init__(self, runs: Runs) -> None:
+    def __init__(self, runs: RepeatableModel) -> None:
         self._runs = runs
         self._model = runs.model
         self._generator = torch.Generator().manual_seed(0)
@@ -82,12 +82,12 @@ class _Finding:
         self._inside: list[Identity] = []
         self._shared = _shared(runs.model)
 
-    def all(self) -> list[Identity]:
+    def find_all(self) -> list[Identity]:
         self._runs.visit(self._find_carriers)
         self._runs.visit(self._find_inside)
-        alone: dict[str, list[Part]] = {}  # parts that no reader undoes, by the parent of their module
+        alone: dict[str, list[ChannelPart]] = {}  # parts that no reader undoes, by the parent of their module
         found: list[Identity] = []
-        for names in _alike(self._model, self._carriers):
+        for names in _group_alike(self._model, self._carriers):
             first, *others = names
             proved, failed = self._parts(first)
             found += [identity for _, identity in proved]
@@ -95,13 +95,13 @@ class _Finding:
                 alone.setdefault(_parent(first), []).append(part)
             found += self._repeat([part for part, _ in proved], others)
             for name in others:
-                alone.setdefault(_parent(name), []).extend(Part(name, each.channels) for each in failed)
+                alone.setdefault(_parent(name), []).extend(ChannelPart(name, each.channels) for each in failed)
         found += self._pairs(alone)
-        return self._proved(
+        return self._filter_proved(
             [each for each in (*found, *self._inside) if not self._shared.intersection(each.parameters)]
         )
 
-    def _proved(self, identities: list[Identity]) -> list[Identity]:
+    def _filter_proved(self, identities: list[Identity]) -> list[Identity]:
         """Return those that hold for the whole model with its parameters scaled, all at once or each by itself.
 
         So a parameter that is also used elsewhere is found, and what saturates: these powers are larger.
@@ -121,10 +121,10 @@ class _Finding:
                     before = changed.get(term.parameter, own[term.parameter].detach())
                     every = torch.ones(before.shape[term.dim], dtype=torch.float64)
                     every[term.places] = factors[term.groups]
-                    changed[term.parameter] = _scaled(before, term.dim, every, term.offset)
-        output = self._runs.with_parameters(changed)
+                    changed[term.parameter] = _scale_parameter(before, term.dim, every, term.offset)
+        output = self._runs.run_with(changed)
         if not any(term.offset for each in identities for term in each.left):
-            return same(output, self._runs.output)
+            return is_same(output, self._runs.output)
         pairs = zip(tensors_in(output), tensors_in(self._runs.output), strict=True)
         return all(bool((a - b).norm() <= 0.02 * b.norm()) for a, b in pairs)  # 1 + w is rounded
 
@@ -135,35 +135,35 @@ class _Finding:
         outputs = tensors_in(self._runs.calls[name][0].output)
         if not outputs or not outputs[0].dim():
             return
-        if not same(self._runs.call(name, {}), self._runs.calls[name][0].output):
+        if not is_same(self._runs.call(name, {}), self._runs.calls[name][0].output):
             return  # it keeps something from call to call
-        own = self._runs.lively(name)
+        own = self._runs.fill_zero_vectors(name)
         plain = self._runs.call(name, own)
         for dim in (-1, 1) if outputs[0].dim() > 2 else (-1,):
             powers = powers_of_two(outputs[0].shape[dim], self._generator) if outputs[0].shape[dim] > 1 else None
             if powers is None:
                 continue
-            wanted = scaled_output(plain, dim, powers)
-            if same(wanted, plain):
+            wanted = scale_output(plain, dim, powers)
+            if is_same(wanted, plain):
                 return  # it is 0
             for carriers in _candidates(own, len(powers)):
-                changed = own | {key: _scaled(own[key], d, powers, offset) for key, d, offset in carriers}
+                changed = own | {key: _scale_parameter(own[key], d, powers, offset) for key, d, offset in carriers}
                 got = self._runs.call(name, changed)
                 offset = any(each[2] for each in carriers)
-                if same(got, wanted) or (offset and _close(got, wanted)):
+                if is_same(got, wanted) or (offset and _close(got, wanted)):
                     self._carriers[name] = carriers
                     self._runs.dims[name] = dim
                     return
 
-    def _parts(self, name: str) -> tuple[list[tuple[Part, Identity]], list[Part]]:
+    def _parts(self, name: str) -> tuple[list[tuple[ChannelPart, Identity]], list[ChannelPart]]:
         """Prove what can be of a module's channels. Returns it, and the parts that nothing undoes."""
-        proved: list[tuple[Part, Identity]] = []
-        failed: list[Part] = []
+        proved: list[tuple[ChannelPart, Identity]] = []
+        failed: list[ChannelPart] = []
         taken = torch.zeros(self._runs.width(name), dtype=torch.bool)
         for channels in self._divisions(name):
             if taken[channels].any():
                 continue
-            part = Part(name, channels)
+            part = ChannelPart(name, channels)
             found = self._prove([part])
             if found:
                 proved += [(part, each) for each in found]
@@ -178,18 +178,18 @@ class _Finding:
         every = torch.arange(width)
         yield every
         seen = {tuple(every.tolist())}
-        for part in self._fused(name, every):
+        for part in self._split_fused(name, every):
             if tuple(part.tolist()) not in seen:
                 seen.add(tuple(part.tolist()))
                 yield part
 
-    def _fused(self, name: str, every: torch.Tensor) -> Iterator[torch.Tensor]:
+    def _split_fused(self, name: str, every: torch.Tensor) -> Iterator[torch.Tensor]:
         width = len(every)
         parent = self._module(_parent(name))
         heads = heads_of(parent)
         if heads and width % (3 * heads) == 0:
             yield from (each.reshape(-1) for each in every.view(heads, 3, -1).unbind(1))
-        of_keys = number_said((parent,), KEY_HEADS) or heads
+        of_keys = read_number((parent,), KEY_HEADS) or heads
         if heads and of_keys and width % (heads + 2 * of_keys) == 0:
             size = width // (heads + 2 * of_keys)
             yield from every.split([heads * size, of_keys * size, of_keys * size])
@@ -200,7 +200,7 @@ class _Finding:
     def _module(self, name: str) -> nn.Module:
         return self._model.get_submodule(name)
 
-    def _prove(self, parts: list[Part]) -> list[Identity] | None:
+    def _prove(self, parts: list[ChannelPart]) -> list[Identity] | None:
         """Prove at once that the scale of each part is undone by what reads it."""
         readings = self._read(parts)
         if readings is None or readings != self._read(parts):  # other powers: two channels may have had the same
@@ -212,15 +212,15 @@ class _Finding:
             for number, part in enumerate(parts)
         ]
 
-    def _read(self, parts: list[Part]) -> list[Reading] | None:
+    def _read(self, parts: list[ChannelPart]) -> list[Reading] | None:
         scaled = [Scaled(each, powers_of_two(len(each.channels), self._generator)) for each in parts]
         return self._runs.readers(scaled)
 
-    def _repeat(self, parts: list[Part], others: list[str]) -> list[Identity]:
+    def _repeat(self, parts: list[ChannelPart], others: list[str]) -> list[Identity]:
         """Prove in the same modules of other layers what was proved in the first: all at once, or one by one."""
         found: list[Identity] = []
         for part in parts:
-            alike = [Part(name, part.channels) for name in others]
+            alike = [ChannelPart(name, part.channels) for name in others]
             if not alike:
                 continue
             at_once = self._prove(alike)
@@ -231,7 +231,7 @@ class _Finding:
                 found += self._prove([each]) or []
         return found
 
-    def _junction(self, part: Part, readings: list[Reading]) -> Identity:
+    def _junction(self, part: ChannelPart, readings: list[Reading]) -> Identity:
         count = len(part.channels)
         right = []
         for each in readings:
@@ -252,7 +252,7 @@ class _Finding:
             groups,
         )
 
-    def _terms(self, part: Part, groups: torch.Tensor) -> tuple[Term, ...]:
+    def _terms(self, part: ChannelPart, groups: torch.Tensor) -> tuple[Term, ...]:
         return tuple(
             Term(full_name(part.module, key), dim, part.channels, groups, offset)
             for key, dim, offset in self._carriers[part.module]
@@ -263,10 +263,10 @@ class _Finding:
 
     # Pairs
 
-    def _pairs(self, alone: dict[str, list[Part]]) -> list[Identity]:
+    def _pairs(self, alone: dict[str, list[ChannelPart]]) -> list[Identity]:
         found: list[Identity] = []
         for parent, parts in alone.items():
-            taken: list[Part] = []
+            taken: list[ChannelPart] = []
             for few in parts:
                 for many in parts:
                     if len(many.channels) < len(few.channels) or not self._may_pair(many, few):
@@ -279,19 +279,19 @@ class _Finding:
                         taken += [many, few]
         return found
 
-    def _may_pair(self, many: Part, few: Part) -> bool:
+    def _may_pair(self, many: ChannelPart, few: ChannelPart) -> bool:
         """Return whether both are parts of one output, or outputs as a whole."""
         if many.module == few.module:
             return not _overlap(many, few)
         return all(len(each.channels) == self._runs.width(each.module) for each in (many, few))
 
-    def _pair(self, parent: str, many: Part, few: Part) -> Identity | None:
+    def _pair(self, parent: str, many: ChannelPart, few: ChannelPart) -> Identity | None:
         """Prove that two outputs may be scaled against each other, in the finest groups that hold."""
         count, width = len(few.channels), len(many.channels)
         if width % count:
             return None
         whole = torch.zeros(count, dtype=torch.long)
-        run = self._scaled_against(many, few, whole, torch.zeros(width, dtype=torch.long), 1)
+        run = self._is_invariant(many, few, whole, torch.zeros(width, dtype=torch.long), 1)
         if not run:
             return None
         for groups in self._groupings(parent, count):
@@ -299,15 +299,19 @@ class _Finding:
             if number < 2:
                 continue
             for spread, _, _ in spreads(groups.double(), width):
-                if self._scaled_against(many, few, groups, spread.long(), number):
-                    return self._of_pair(many, few, groups, spread.long(), number)
-        return self._of_pair(many, few, whole, torch.zeros(width, dtype=torch.long), 1)
+                if self._is_invariant(many, few, groups, spread.long(), number):
+                    return self._make_pair(many, few, groups, spread.long(), number)
+        return self._make_pair(many, few, whole, torch.zeros(width, dtype=torch.long), 1)
 
-    def _of_pair(self, many: Part, few: Part, groups: torch.Tensor, spread: torch.Tensor, number: int) -> Identity:
+    def _make_pair(
+        self, many: ChannelPart, few: ChannelPart, groups: torch.Tensor, spread: torch.Tensor, number: int
+    ) -> Identity:
         left, right = self._terms(many, spread), self._terms(few, groups)
         return Identity("pair", left, right, number, many.module, self._runs.dims[many.module], many.channels, spread)
 
-    def _scaled_against(self, many: Part, few: Part, groups: torch.Tensor, spread: torch.Tensor, number: int) -> bool:
+    def _is_invariant(
+        self, many: ChannelPart, few: ChannelPart, groups: torch.Tensor, spread: torch.Tensor, number: int
+    ) -> bool:
         for _ in range(3):  # two groups that must not be apart may have had the same power
             powers = powers_of_two(max(number, 2), self._generator)[:number]
             sides = [Scaled(many, powers[spread]), Scaled(few, 1 / powers[groups])]
@@ -319,7 +323,7 @@ class _Finding:
         """Yield groups of channels, the finest first: channels, pairs that are rotated together, heads."""
         every = torch.arange(count)
         yield every
-        said = number_said((self._module(parent),), SIZES_OF_HEADS)
+        said = read_number((self._module(parent),), SIZES_OF_HEADS)
         heads = heads_of(self._module(parent))
         sizes = [
             size for size in dict.fromkeys((said, count // heads if heads else None, count, 64, 128, 32, 16, 8)) if size
@@ -347,7 +351,7 @@ def _candidates(own: dict[str, torch.Tensor], width: int) -> Iterator[list[tuple
         yield [(vectors[0], 0, 1.0)]
 
 
-def _alike(model: nn.Module, names: Iterable[str]) -> list[list[str]]:
+def _group_alike(model: nn.Module, names: Iterable[str]) -> list[list[str]]:
     """Group modules that are the same part of other layers: one name but for numbers, one class, the same sizes."""
     found: dict[Any, list[str]] = {}
     for name in names:
@@ -361,11 +365,11 @@ def _parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _overlap(left: Part, right: Part) -> bool:
+def _overlap(left: ChannelPart, right: ChannelPart) -> bool:
     return left.module == right.module and bool(torch.isin(left.channels, right.channels).any())
 
 
-def _scaled(parameter: torch.Tensor, dim: int, powers: torch.Tensor, offset: float) -> torch.Tensor:
+def _scale_parameter(parameter: torch.Tensor, dim: int, powers: torch.Tensor, offset: float) -> torch.Tensor:
     return (
         scale(parameter.detach() + offset, dim, powers) - offset if offset else scale(parameter.detach(), dim, powers)
     )

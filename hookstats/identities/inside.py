@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hookstats.identities.runs import Runs, full_name, powers_of_two, same, scale
+from hookstats.identities.runs import RepeatableModel, full_name, is_same, powers_of_two, scale
 from hookstats.identities.terms import Identity, Term
 
 
@@ -20,9 +20,9 @@ class _Rows(NamedTuple):
     places: torch.Tensor
 
 
-def identities_inside(runs: Runs, name: str, generator: torch.Generator) -> list[Identity]:
+def identities_inside(runs: RepeatableModel, name: str, generator: torch.Generator) -> list[Identity]:
     """Prove which rows and columns of a module's own parameters may be scaled against each other."""
-    own = runs.lively(name)
+    own = runs.fill_zero_vectors(name)
     rows = [
         _Rows(key, dim, places)
         for key, each in own.items()
@@ -32,7 +32,7 @@ def identities_inside(runs: Runs, name: str, generator: torch.Generator) -> list
     ]
     if len({each.parameter for each in rows}) < 2:
         return []
-    if not same(runs.call(name, {}), runs.calls[name][0].output):
+    if not is_same(runs.call(name, {}), runs.calls[name][0].output):
         return []
     plain = runs.call(name, own)
     found: list[Identity] = []
@@ -57,21 +57,23 @@ def identities_inside(runs: Runs, name: str, generator: torch.Generator) -> list
 
 
 def _is_proved(
-    runs: Runs,
+    runs: RepeatableModel,
     name: str,
     own: dict[str, torch.Tensor],
     plain: Any,
     sides: tuple[list[_Rows], ...],
     powers: torch.Tensor,
 ) -> bool:
-    both = runs.call(name, _changed(own, [(sides[0], powers), (sides[1], 1 / powers)]))
-    if both is None or not same(both, plain):
+    both = runs.call(name, _scale_sides(own, [(sides[0], powers), (sides[1], 1 / powers)]))
+    if both is None or not is_same(both, plain):
         return False
-    alone = (runs.call(name, _changed(own, [(side, powers)])) for side in sides)
-    return not any(output is None or same(output, plain) for output in alone)
+    alone = (runs.call(name, _scale_sides(own, [(side, powers)])) for side in sides)
+    return not any(output is None or is_same(output, plain) for output in alone)
 
 
-def _changed(own: dict[str, torch.Tensor], sides: list[tuple[list[_Rows], torch.Tensor]]) -> dict[str, torch.Tensor]:
+def _scale_sides(
+    own: dict[str, torch.Tensor], sides: list[tuple[list[_Rows], torch.Tensor]]
+) -> dict[str, torch.Tensor]:
     changed = dict(own)
     for rows, powers in sides:
         for each in rows:

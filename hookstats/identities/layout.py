@@ -10,12 +10,12 @@ import torch
 from torch.nn import functional as F
 
 from hookstats import _native
-from hookstats.identities.spreads import Spread, owner_of
+from hookstats.identities.spreads import SpreadHook, owner_of
 from hookstats.identities.terms import Identity
 
 
 @dataclass
-class Part:
+class LocalParameter:
     """This process's part of a parameter and of its gradient.
 
     Attributes:
@@ -67,7 +67,7 @@ class _Adder:
         return F.embedding_bag(self._rows, matrix, self._begins, mode="sum")
 
 
-class Layout:
+class IdentityLayout:
     """Which places of which parameters are read, and to which sums of identities they belong.
 
     Attributes:
@@ -150,16 +150,16 @@ class Layout:
             ]
         )
 
-    def spreads(self, modules: Container[str], *how: Any) -> dict[str, Spread]:
+    def spreads(self, modules: Container[str], *how: Any) -> dict[str, SpreadHook]:
         """Return hooks of all modules whose parameters or outputs identities are of. how: more arguments of each."""
         names = [owner_of(name) for each in self.identities for name in each.parameters] + [*self.channels]
         return {
-            name: Spread(self.channels.get(name, {}), name in self.readers, *how)
+            name: SpreadHook(self.channels.get(name, {}), name in self.readers, *how)
             for name in dict.fromkeys(names)
             if name in modules
         }
 
-    def read(self, parts: Mapping[int, Mapping[str, Part]], home: torch.device) -> torch.Tensor:
+    def read(self, parts: Mapping[int, Mapping[str, LocalParameter]], home: torch.device) -> torch.Tensor:
         """Return the sums of w g, (w g)^2 and w^2 at each place of some identities, float64[places, 3], on `home`.
 
         parts: by the number of the identity, of its parameters. The sums of what is not there are 0.
@@ -185,7 +185,7 @@ class Layout:
             found = sums if device == home and len(devices) == 1 else found + sums.to(home)
         return found
 
-    def compare(self, read: torch.Tensor, spreads: Mapping[str, Spread]) -> Compared:
+    def compare(self, read: torch.Tensor, spreads: Mapping[str, SpreadHook]) -> Compared:
         """Return both sides, and what bounds the rounding of their difference.
 
         By the output between both sides the spread is N rms(y)^2 rms(dy)^2. Where y is small because what makes it has

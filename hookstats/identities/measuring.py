@@ -19,7 +19,7 @@ from torch import nn
 
 from hookstats import _native
 from hookstats.identities.checking import Identities, place_of
-from hookstats.identities.layout import Compared, Layout, Part
+from hookstats.identities.layout import Compared, IdentityLayout, LocalParameter
 from hookstats.identities.spreads import unit_of
 from hookstats.identities.terms import UNIT, Identity, Term
 from hookstats.modules import order
@@ -27,11 +27,11 @@ from hookstats.modules.selection import Slot, clean_names
 from hookstats.modules.sharding import is_dtensor
 from hookstats.numbers.fields import Site
 from hookstats.numbers.identities import ROUNDING, SIDES, tensor_of
-from hookstats.tools.undo import bare
+from hookstats.tools.undo import unwrap_parallel
 from hookstats.watch.batches import Batches, Owner, Parameter
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.flags import is_capturing
-from hookstats.watch.memory import Store, local_part
+from hookstats.watch.memory import StateStore, local_part
 from hookstats.watch.scaling import Scaling
 
 MOST = 64  # sums of an identity
@@ -54,7 +54,7 @@ class _Watched(NamedTuple):
 
 
 class _Problem(Exception):
-    """Why an identity is not measured."""
+    """The reason why an identity is not measured."""
 
 
 class JointSums:
@@ -64,7 +64,7 @@ class JointSums:
         self,
         model: nn.Module,
         identities: Identities,
-        store: Store,
+        store: StateStore,
         binder: SiteBinder,
         scaling: Scaling,
         merged: Iterable[int],
@@ -78,12 +78,12 @@ class JointSums:
         self._batches = Batches(store, binder)
         self._scaling = scaling
         self._merged = frozenset(merged)
-        self._modules = dict(bare(model).named_modules()) | clean_names(model)
+        self._modules = dict(unwrap_parallel(model).named_modules()) | clean_names(model)
         parallel = nn.parallel.DistributedDataParallel
         self._reducing = [weakref.ref(each) for each in model.modules() if isinstance(each, parallel)]
         self._parameters: dict[str, Parameter] = {}
-        chosen = [sampled(each) for each in identities.identities]
-        self._layout = Layout(chosen, lambda name: _dims(self._parameter(name).get()))
+        chosen = [sample_sums(each) for each in identities.identities]
+        self._layout = IdentityLayout(chosen, lambda name: _dims(self._parameter(name).get()))
         unseen: dict[str, list[str]] = {}
         for name in identities.unseen:
             unseen.setdefault(place_of(name), []).append(name)
@@ -93,7 +93,7 @@ class JointSums:
         self._done = set[int]()  # numbers, in this step
         self.left_out: dict[int, str] = {}  # of which at their latest step, with the reason
 
-    def hang(self) -> list[Any]:
+    def register_hooks(self) -> list[Any]:
         """Hang the hooks that see what rounding may do. Returns their handles."""
         found = [order.register(self._modules[name], spread) for name, spread in self._spreads.items()]
         self._modules = {}  # it does not keep the model alive
@@ -178,12 +178,12 @@ class JointSums:
                 tensors.append(sums[None].to(owner[0].entries[owner[1]].place.device))
         self._batches.accumulate(owners, tensors)
 
-    def _due(self, optimizer: Any) -> tuple[list[_Watched], dict[int, dict[str, _Part]]]:
+    def _due(self, optimizer: Any) -> tuple[list[_Watched], dict[int, dict[str, _LocalParameter]]]:
         """Return the identities that are measured now, and this process's parts of their parameters."""
         groups = [] if optimizer is None else optimizer.param_groups
         stepping = None if optimizer is None else {id(each) for group in groups for each in group["params"]}
         due: list[_Watched] = []
-        parts: dict[int, dict[str, _Part]] = {}
+        parts: dict[int, dict[str, _LocalParameter]] = {}
         for each in self.watched:
             if each.number in self._done:
                 continue
@@ -193,7 +193,7 @@ class JointSums:
             is_all = stepping is None or all(id(tensor) in stepping for tensor in own.values())
             try:
                 self._check(each, own, is_all)
-                found = {name: _Part(tensor) for name, tensor in own.items() if tensor is not None}
+                found = {name: _LocalParameter(tensor) for name, tensor in own.items() if tensor is not None}
                 self._check_ranks(each.identity, found)
             except Exception as error:
                 if self._store.strict and not isinstance(error, _Problem):
@@ -207,7 +207,11 @@ class JointSums:
         return due, parts
 
     def _variances(
-        self, due: list[_Watched], parts: dict[int, dict[str, _Part]], found: Compared, grad_scale: torch.Tensor | None
+        self,
+        due: list[_Watched],
+        parts: dict[int, dict[str, _LocalParameter]],
+        found: Compared,
+        grad_scale: torch.Tensor | None,
     ) -> dict[int, torch.Tensor]:
         """Return the variance of the difference of both sides of each identity."""
         home, spread = found.spread.device, found.spread
@@ -256,14 +260,14 @@ class JointSums:
         if not any(gradient is not None for gradient in gradients.values()):
             raise _Problem("no gradient came")
 
-    def _check_ranks(self, identity: Identity, parts: dict[str, _Part]) -> None:
+    def _check_ranks(self, identity: Identity, parts: dict[str, _LocalParameter]) -> None:
         """Raise a _Problem where this rank has parts of sums, and the others' are not added."""
         ranks = frozenset[int]().union(*(part.ranks for part in parts.values()))
         if not ranks or ranks <= self._merged:
             return
         whole = None
         for term in (*identity.left, *identity.right):
-            held = parts[term.parameter].held(term)
+            held = parts[term.parameter].find_held(term)
             here = set[int]() if held is None else set(term.groups[held].tolist())
             is_cut = held is None or here & set(term.groups[~held].tolist())
             if is_cut or (whole is not None and here != whole):
@@ -273,7 +277,7 @@ class JointSums:
             part.times = 1.0
 
 
-class _Part(Part):
+class _LocalParameter(LocalParameter):
     """This process's part of a DTensor.
 
     Attributes:
@@ -316,7 +320,7 @@ class _Part(Part):
                 continue
             self.ranks = frozenset(mesh.mesh.flatten().tolist())
 
-    def held(self, term: Term) -> torch.Tensor | None:
+    def find_held(self, term: Term) -> torch.Tensor | None:
         """Return which of a term's places are here as a whole, a mask; None: other ranks have parts of these."""
         if self.is_partial or self.cuts - {term.dim}:
             return None
@@ -333,7 +337,7 @@ def _is_reduced_coarsely(model: Any) -> bool:
     return any(getattr(hook, "__name__", "") != "allreduce_hook" for hook, _ in getattr(model, "_comm_hooks", ()))
 
 
-def sampled(identity: Identity, most: int = MOST) -> Identity:
+def sample_sums(identity: Identity, most: int = MOST) -> Identity:
     """Return an identity with at most so many of its sums: runs of adjacent ones, spread over all."""
     if identity.groups <= most:
         return identity

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hookstats.modules.order import ModuleHook
-from hookstats.tools.undo import ModuleState, RandomState, eager, without_autocast_cache, without_statistics
+from hookstats.tools.undo import ModuleState, RandomState, clear_autocast_cache, eager, pause_statistics
 
 
 class Call(NamedTuple):
@@ -23,7 +23,7 @@ class Call(NamedTuple):
     output: Any
 
 
-class Part(NamedTuple):
+class ChannelPart(NamedTuple):
     """Some channels of a module's output: all, or those of the queries in a fused projection."""
 
     module: str
@@ -33,7 +33,7 @@ class Part(NamedTuple):
 class Scaled(NamedTuple):
     """Powers of two for channels of one module's output."""
 
-    part: Part
+    part: ChannelPart
     powers: torch.Tensor  # float64, one for each channel of the part
 
 
@@ -75,7 +75,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     ]
 
 
-def same(left: Any, right: Any) -> bool:
+def is_same(left: Any, right: Any) -> bool:
     """Return whether all tensors are equal, bit for bit (NaN equals NaN)."""
     pairs = [tensors_in(value) for value in (left, right)]
     if len(pairs[0]) != len(pairs[1]):
@@ -92,7 +92,7 @@ def scale(tensor: torch.Tensor, dim: int, powers: torch.Tensor) -> torch.Tensor:
     return tensor * powers.to(tensor.device, tensor.dtype).view(shape)
 
 
-def scaled_output(output: Any, dim: int, powers: torch.Tensor) -> Any:
+def scale_output(output: Any, dim: int, powers: torch.Tensor) -> Any:
     """Return a module's output with its first floating tensor scaled."""
     leaves, spec = tree_flatten(output)
     for number, each in enumerate(leaves):
@@ -102,7 +102,7 @@ def scaled_output(output: Any, dim: int, powers: torch.Tensor) -> Any:
     return tree_unflatten(leaves, spec)
 
 
-class Runs:
+class RepeatableModel:
     """A model and a forward that can be repeated bit for bit.
 
     After each run random numbers, modes, buffers and attributes are as they were before the first one.
@@ -120,14 +120,14 @@ class Runs:
         self.calls: dict[str, list[Call]] = {}
         self._inputs: dict[str, list[Any]] = {}  # of calls that have not returned
         self.dims: dict[str, int] = {}  # along which a producer's channels lie: -1, or 1
-        self.output = _copied(
+        self.output = _copy_tensors(
             self._run(dict.fromkeys(self.modules, self._keep_inputs), dict.fromkeys(self.modules, self._keep))
         )
         if not tensors_in(self.output):
             raise ValueError(
                 f"forward: expected the model's outputs, got {type(self.output).__name__} without a floating tensor"
             )
-        if not same(self._run({}, {}), self.output):
+        if not is_same(self._run({}, {}), self.output):
             raise ValueError(
                 "forward: expected the same output, bit for bit, from a second run with the same random numbers"
             )
@@ -142,12 +142,12 @@ class Runs:
                 found |= {f"{path}.{key}": each for key, each in inner.named_parameters(recurse=False)}
         return found
 
-    def unseen(self) -> list[str]:
+    def list_uncalled(self) -> list[str]:
         """Return the names of parameters of modules that were not called: experts that got no token."""
         silent = {name for name in self.modules if name not in self.calls}
         return [name for name, _ in self.model.named_parameters() if name.rpartition(".")[0] in silent]
 
-    def lively(self, name: str) -> dict[str, torch.Tensor]:
+    def fill_zero_vectors(self, name: str) -> dict[str, torch.Tensor]:
         """Return a module's parameters with vectors that are 0 as others, so that a scale of them shows."""
         found = {key: each.detach() for key, each in self.parameters_of(name).items()}
         widest = max((each.dim() for each in found.values()), default=0)
@@ -168,7 +168,7 @@ class Runs:
             own = dict(module.named_parameters())
             # Whether a weight wants a gradient decides how a product of strided inputs is computed.
             same_kind = {key: each.requires_grad_(own[key].requires_grad) for key, each in changed.items()}
-            return functional_call(module, same_kind, *_kept(given))
+            return functional_call(module, same_kind, *_copy_value(given))
         except Exception:
             return None  # of a module that cannot do without what it was given in that run: it proves nothing
         finally:
@@ -200,7 +200,7 @@ class Runs:
             old = self.calls[name][count[name]] if count[name] < len(self.calls[name]) else None
             if old is None:
                 raise _Touched
-            if same((args, kwargs), (old.args, old.kwargs)):
+            if is_same((args, kwargs), (old.args, old.kwargs)):
                 return None
             reading = self._reading(name, (args, kwargs), old, scaled)
             if reading is None:
@@ -208,7 +208,7 @@ class Runs:
             if found.setdefault((reading.producer, name), reading) != reading:
                 raise _Touched
             undone[name] = undone.get(name, 0) + 1
-            return _replaced((args, kwargs), (old.args, old.kwargs))
+            return _restore_inputs((args, kwargs), (old.args, old.kwargs))
 
         def after(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             if self._busy:
@@ -217,7 +217,7 @@ class Runs:
             for each in by_module.get(name, ()):
                 powers = torch.ones(self.width(name), dtype=torch.float64)
                 powers[each.part.channels] = each.powers
-                output = scaled_output(output, self.dims[name], powers)
+                output = scale_output(output, self.dims[name], powers)
             return output
 
         try:
@@ -228,9 +228,9 @@ class Runs:
             return None
         if any(undone[name] != len(self.calls[name]) for name in undone):  # its columns are read by another call, too
             return None
-        return list(found.values()) if same(output, self.output) else None
+        return list(found.values()) if is_same(output, self.output) else None
 
-    def with_parameters(self, changed: Mapping[str, torch.Tensor]) -> Any:
+    def run_with(self, changed: Mapping[str, torch.Tensor]) -> Any:
         """Return the model's output with other tensors in the place of some parameters, which are not written."""
         before: list[tuple[nn.Module, str, Any]] = []
         try:
@@ -254,40 +254,40 @@ class Runs:
         leaves = [tensors_in(each) for each in (given, (old.args, old.kwargs))]
         if len(leaves[0]) != len(leaves[1]):
             return None
-        changed = [pair for pair in zip(*leaves, strict=True) if not same(*pair)]
+        changed = [pair for pair in zip(*leaves, strict=True) if not is_same(*pair)]
         if len(changed) != 1:
             return None
         new, before = changed[0]
         for dim in dict.fromkeys((new.dim() - 1, min(1, new.dim() - 1))):
             for producer, each in enumerate(scaled):
                 for powers, repeats, run in spreads(each.powers, new.shape[dim]):
-                    if new.shape == before.shape and same(new, scale(before, dim, powers)):
-                        found = self._undone(name, given, old, powers)
+                    if new.shape == before.shape and is_same(new, scale(before, dim, powers)):
+                        found = self._find_undoing(name, given, old, powers)
                         return None if found is None else Reading(producer, name, *found, repeats, run)
         return None
 
-    def _undone(self, name: str, given: Any, old: Call, powers: torch.Tensor) -> tuple[str, int] | None:
+    def _find_undoing(self, name: str, given: Any, old: Call, powers: torch.Tensor) -> tuple[str, int] | None:
         """Find the parameter whose columns, divided by the powers, make the module's output what it was."""
-        if same(self.call(name, {}, *given), old.output):
+        if is_same(self.call(name, {}, *given), old.output):
             return None  # nothing of it is seen, as with weights of 0: that proves nothing
         for key, parameter in self.parameters_of(name).items():
             for dim in range(parameter.dim()):
                 if parameter.shape[dim] == len(powers) and parameter.dim() > 1:
                     divided = scale(parameter.detach(), dim, 1 / powers)
-                    if same(self.call(name, {key: divided}, *given), old.output):
+                    if is_same(self.call(name, {key: divided}, *given), old.output):
                         return key, dim
         return None
 
     def _keep_inputs(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._inputs.setdefault(name, []).append(_kept((args, kwargs)))
+        self._inputs.setdefault(name, []).append(_copy_value((args, kwargs)))
 
     def _keep(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         given, named = self._inputs[name].pop()
-        self.calls.setdefault(name, []).append(Call(given, named, _copied(output)))
+        self.calls.setdefault(name, []).append(Call(given, named, _copy_tensors(output)))
 
     def _run(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> Any:
         handles: list[Any] = []
-        with torch.no_grad(), without_statistics(self.model), eager(), without_autocast_cache():
+        with torch.no_grad(), pause_statistics(self.model), eager(), clear_autocast_cache():
             for name, function in before.items():
                 hook = _Hook(function, name)
                 handles.append(self.modules[name].register_forward_pre_hook(hook, with_kwargs=True))
@@ -328,26 +328,26 @@ def _own_parameters(module: nn.Module) -> bool:
     return any(each is not None for each in module._parameters.values())
 
 
-def _copied(value: Any) -> Any:
+def _copy_tensors(value: Any) -> Any:
     leaves, spec = tree_flatten(value)
     return tree_unflatten([each.detach().clone() if isinstance(each, torch.Tensor) else each for each in leaves], spec)
 
 
-def _kept(value: Any) -> Any:
+def _copy_value(value: Any) -> Any:
     """Return a copy that nobody else writes; of what cannot be copied, its tensors alone."""
-    value = _copied(value)
+    value = _copy_tensors(value)
     try:
         return copy.deepcopy(value)
     except Exception:
         return value
 
 
-def _replaced(given: Any, old: Any) -> Any:
+def _restore_inputs(given: Any, old: Any) -> Any:
     """Return what a module is given, with the tensors of before where they are others."""
     leaves, spec = tree_flatten(given)
     before = iter(tensors_in(old))
     for number, each in enumerate(leaves):
         if isinstance(each, torch.Tensor) and (each.is_floating_point() or each.is_complex()):
             earlier = next(before)
-            leaves[number] = each if same(each, earlier) else earlier.clone()
+            leaves[number] = each if is_same(each, earlier) else earlier.clone()
     return tree_unflatten(leaves, spec)

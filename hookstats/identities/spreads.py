@@ -17,7 +17,7 @@ _ROWS = 64  # of a tensor, of which the mean square is taken
 _TF32 = 2.0**-11
 
 
-class Spread(ModuleHook):
+class SpreadHook(ModuleHook):
     """Measures of a module's output and of its gradient what bounds the rounding of sums over tokens.
 
     Attributes:
@@ -89,11 +89,11 @@ class Spread(ModuleHook):
         is_known = bool(inputs) and inputs[0].is_floating_point()
         size = _mean_square(_local(inputs[0])) if is_known else torch.zeros((), device=y.device)
 
-        def arrived(gradient: torch.Tensor) -> torch.Tensor | None:
+        def add_gradient(gradient: torch.Tensor) -> torch.Tensor | None:
             self._carefully(self._add, squares, size, _local(gradient))
             return gradient if torch.compiler.is_compiling() else None  # compiled autograd would replace it by None
 
-        outputs[0].register_hook(arrived)
+        outputs[0].register_hook(add_gradient)
 
     def _has(self, y: torch.Tensor, dim: int) -> bool:
         return self._last[dim] < y.shape[dim]
@@ -130,7 +130,7 @@ class Spread(ModuleHook):
         return found.to(device, torch.float64)
 
 
-def unit_of(identity: Identity, spreads: Mapping[str, Spread], parameters: Iterable[torch.Tensor]) -> float:
+def unit_of(identity: Identity, spreads: Mapping[str, SpreadHook], parameters: Iterable[torch.Tensor]) -> float:
     """Return the relative rounding of the coarsest arithmetic of an identity's modules.
 
     Where none of them was seen to run, as in a compiled graph, it may be autocast's.

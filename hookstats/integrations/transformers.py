@@ -77,7 +77,7 @@ class HookStats(Attached, TrainerCallback):  # type: ignore[misc]
         if self._is_in_step:
             self._add_loss(loss)
 
-    def before_gradients_are_clipped(self) -> None:
+    def measure_before_clip(self) -> None:
         """Measure the gradients when they are unscaled."""
         if self._is_in_step and self._before_clipping and self.monitor is not None:
             self.monitor.measure_gradients()
@@ -162,14 +162,14 @@ def _backward(self: Any, loss: Any, *args: Any, **kwargs: Any) -> Any:
 @functools.wraps(Accelerator.clip_grad_norm_)
 def _clip_grad_norm_(self: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(parameters, torch.Tensor):
-        parameters = _telling(parameters)
+        parameters = _notify_unscaled(parameters)
     return _wrapped["clip_grad_norm_"](self, parameters, *args, **kwargs)
 
 
-def _telling(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _notify_unscaled(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Accelerate asks for the parameters when it has unscaled their gradients."""
     for callback in list(_listening):
-        callback.before_gradients_are_clipped()
+        callback.measure_before_clip()
     yield from parameters
 
 

@@ -11,8 +11,8 @@ from torch.nn.attention import flex_attention as flex
 
 from hookstats import _native
 from hookstats.language.feeding import Fed
-from hookstats.language.interception import Entering, Interception, Leaving, forget_those_left
-from hookstats.language.rows import AttentionRows, attention_rows, checked, logits_rows, problem_of
+from hookstats.language.interception import Entering, Interception, Leaving, forget_left_attentions
+from hookstats.language.rows import AttentionRows, attention_rows, check_shapes, logits_rows, problem_of
 from hookstats.modules import order
 from hookstats.modules.channels import ChannelAxis
 from hookstats.modules.heads import heads_of
@@ -24,7 +24,7 @@ from hookstats.watch.graphs import mark_static_address
 from hookstats.watch.hooks import SiteSpec
 from hookstats.watch.ignoring import rows_on
 from hookstats.watch.memory import local_part
-from hookstats.watch.skipping import Captured
+from hookstats.watch.skipping import InsideCapture
 from hookstats.watch.wrappers import is_a_mere_shape, note_sharding_of
 
 KINDS = ("attention.max_logit", "attention.entropy", "attention.sink", "attention.bound")
@@ -70,13 +70,13 @@ class Attention(Fed):
         if not self.is_wanted():
             return
         if torch.compiler.is_compiling():
-            logits = self._with_heads(logits)
+            logits = self._split_heads(logits)
             if logits.dim() == 4 and logits.dtype in _native.DTYPES:
                 self._feed(logits_rows(logits, self.turn, rows_on(logits.device, self.monitor), self._rows))
         else:
             self.carefully(self._see_logits, logits)
 
-    def _with_heads(self, logits: Any) -> Any:
+    def _split_heads(self, logits: Any) -> Any:
         """Split a dimension that holds both heads and items of the batch into two."""
         if logits.dim() == 3 and self.heads and len(logits) % self.heads == 0:
             return logits.unflatten(0, (-1, self.heads))
@@ -112,7 +112,7 @@ class Attention(Fed):
 
     def _see_logits(self, logits: Any) -> None:
         part = local_part(logits)
-        found = self._with_heads(part)
+        found = self._split_heads(part)
         if found.dim() == 4 and found.dtype in _native.DTYPES and not is_a_mere_shape(found):
             self.note_heads(logits if found is part else found)
             turn, ignoring = self._of.turn_on(found.device), rows_on(found.device, self.monitor)
@@ -160,7 +160,7 @@ class _Watching:
             handle.remove()
 
 
-def _weighing(name: str, modules: dict[str, nn.Module]) -> nn.Module:
+def _find_weights_owner(name: str, modules: dict[str, nn.Module]) -> nn.Module:
     """The innermost of these modules around it, or itself, that has weights."""
     around = [
         each for each in modules if f"{name}.".startswith(f"{each}.") and any(True for _ in modules[each].parameters())
@@ -183,12 +183,12 @@ class Attentions:
     def watch(self, modules: dict[str, nn.Module], devices: dict[str, torch.device]) -> list[Any]:
         """Hangs hooks on them; returns what takes them off again, and puts the replaced functions back."""
         handles: list[Any] = [
-            _Watching(module, Attention(name, module, self, devices[name], _weighing(name, modules)))
+            _Watching(module, Attention(name, module, self, devices[name], _find_weights_owner(name, modules)))
             for name, module in modules.items()
         ]
         return [*handles, Interception(modules.values())]
 
-    def by_hand(
+    def measure_by_hand(
         self, q: Any, k: Any, name: str, mask: Any = None, is_causal: bool = False, scale: float | None = None
     ) -> None:
         """Implement `Monitor.attention`."""
@@ -201,13 +201,13 @@ class Attentions:
             raise TypeError(
                 f"attention: expected two tensors and a name, got {type(q).__name__}, {type(k).__name__} and {name!r}"
             )
-        if not self.binder.measures_now() or is_a_mere_shape(q) or order.recomputing():
+        if not self.binder.measures_now() or is_a_mere_shape(q) or order.is_recomputing():
             return
         if not q.is_nested and not k.is_nested:
-            checked(local_part(q), local_part(k), local_part(mask))
+            check_shapes(local_part(q), local_part(k), local_part(mask))
         if found is None:
             if is_capturing():
-                self.binder.skipping.leave_out([Site(name, kind) for kind in KINDS], Captured())
+                self.binder.skipping.leave_out([Site(name, kind) for kind in KINDS], InsideCapture())
                 return
             with self.binder.store.lock:
                 if any(entry.site == Site(name, KINDS[0]) for entry in self.binder.store.entries):
@@ -228,4 +228,4 @@ class Attentions:
         self._turn += 7919  # a prime: neighbouring steps look at rows that lie apart
         for turn in self._turns.values():
             turn.fill_(self._turn)
-        forget_those_left()
+        forget_left_attentions()

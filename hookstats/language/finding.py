@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from hookstats.modules.heads import ATTENTION, number_said
+from hookstats.modules.heads import ATTENTION, read_number
 
 _CALLS = {
     "scaled_dot_product_attention",
@@ -85,7 +85,7 @@ def _experts_of(parent: nn.Module, children: Mapping[str, nn.Module]) -> int:
             continue
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             return len(child)
-        said = number_said((child, parent), _NUMBERS)
+        said = read_number((child, parent), _NUMBERS)
         if said is not None:
             return said
         for parameter in child.parameters():
@@ -103,5 +103,5 @@ def _gate_in(router: nn.Module, experts: int) -> nn.Module | None:
 
 
 def _top_k(modules: Iterable[nn.Module], experts: int) -> int | None:
-    said = number_said(modules, _TOP_K)
+    said = read_number(modules, _TOP_K)
     return said if said is not None and said <= experts else None

@@ -87,7 +87,7 @@ def _trace_hides(context: Any) -> None:
 
 
 def _trace_finds(context: Any) -> None:
-    """Runs while `_innermost` is traced, and gives it its local variables."""
+    """Runs while `_find_innermost` is traced, and gives it its local variables."""
     if _traced:
         _set_locals(context, is_known=True)
         if _traced[-1] is not None:
@@ -142,14 +142,14 @@ def leave(module: Entering) -> None:
             pass
 
 
-def forget_those_left() -> None:
+def forget_left_attentions() -> None:
     """Forget attentions of this thread that were left by an exception, or by a graph that broke inside of one."""
     _running.stack.clear()
     _traced.clear()
     _around.clear()
 
 
-def _innermost() -> Entering | None:
+def _find_innermost() -> Entering | None:
     """The attention module whose forward runs. Can be traced."""
     module: Entering | None = None
     is_known = False
@@ -163,7 +163,7 @@ def _innermost() -> Entering | None:
 
 
 def _show(q: Any, k: Any, mask: Any, is_causal: bool, scale: float | None, softcap: float = 0.0) -> None:
-    module = _innermost()
+    module = _find_innermost()
     for watcher in () if module is None else module.watchers:
         watcher.see(q, k, mask, is_causal, scale, softcap)
 
@@ -187,8 +187,8 @@ class _Unseen:
 
 def _softmax(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
-    def shown(input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
-        module = _innermost()
+    def show_and_call(input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+        module = _find_innermost()
         if module and isinstance(input, torch.Tensor) and isinstance(dim, int) and dim in (-1, input.dim() - 1):
             for watcher in module.watchers:
                 watcher.see_logits(input)
@@ -197,12 +197,12 @@ def _softmax(original: Callable[..., Any]) -> Callable[..., Any]:
                 return input.softmax(dim, dtype=kwargs.get("dtype"))
         return original(input, dim, *args, **kwargs)
 
-    return shown
+    return show_and_call
 
 
 def _scaled_dot_product_attention(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
-    def shown(
+    def show_and_call(
         query: Any,
         key: Any,
         value: Any,
@@ -223,7 +223,7 @@ def _scaled_dot_product_attention(original: Callable[..., Any]) -> Callable[...,
             query, key, value, attn_mask, dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
-    return shown
+    return show_and_call
 
 
 def _get_interface(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -233,7 +233,9 @@ def _get_interface(original: Callable[..., Any]) -> Callable[..., Any]:
         if attn_implementation == "sdpa":  # which calls torch's function
             return found
 
-        def shown(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
+        def show_and_call(
+            module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
+        ) -> Any:
             scale = args[0] if args and attn_implementation == "eager" else kwargs.get("scaling")
             mask, is_causal = attention_mask, False
             if attn_implementation != "eager" and not _is_whole(mask):
@@ -242,7 +244,7 @@ def _get_interface(original: Callable[..., Any]) -> Callable[..., Any]:
             with _Unseen():
                 return found(module, query, key, value, attention_mask, *args, **kwargs)
 
-        return shown
+        return show_and_call
 
     return get_interface
 
@@ -270,7 +272,7 @@ def _mask_of_flash(module: Any, query: Any, key: Any, padding: Any, kwargs: dict
 
 def _flex_attention(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
-    def shown(
+    def show_and_call(
         query: Any,
         key: Any,
         value: Any,
@@ -285,7 +287,7 @@ def _flex_attention(original: Callable[..., Any]) -> Callable[..., Any]:
         with _Unseen():
             return original(query, key, value, score_mod, block_mask, scale, *args, **kwargs)
 
-    return shown
+    return show_and_call
 
 
 class _Replaced:

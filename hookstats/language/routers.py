@@ -11,7 +11,7 @@ from torch import nn
 from hookstats import _native
 from hookstats.language.feeding import Fed
 from hookstats.language.finding import Router
-from hookstats.language.rows import MOST_TOP_K, counted_rows, operator
+from hookstats.language.rows import MOST_TOP_K, operator, select_counted
 from hookstats.modules import order
 from hookstats.modules.channels import ChannelAxis
 from hookstats.modules.containers import walk
@@ -21,7 +21,7 @@ from hookstats.watch.flags import is_capturing
 from hookstats.watch.hooks import SiteSpec
 from hookstats.watch.ignoring import rows_on
 from hookstats.watch.memory import Rows, local_part
-from hookstats.watch.skipping import Captured
+from hookstats.watch.skipping import InsideCapture
 from hookstats.watch.wrappers import is_a_mere_shape
 
 KINDS = ("router.entropy", "router.margin", "router.load")
@@ -51,7 +51,7 @@ def _compute(
                 chosen = logits.detach().topk(top_k, dim=-1).indices if top_k else None
         if chosen is not None:
             chosen = chosen.reshape(-1, chosen.shape[-1]).long()
-            left = counted_rows(len(chosen), row_index, kept)
+            left = select_counted(len(chosen), row_index, kept)
             is_one = (chosen >= 0) & (chosen < experts)  # others say that a token was dropped
             if left is not None:
                 is_one &= left[:, None]
@@ -76,7 +76,7 @@ def _shapes(
     return found
 
 
-def _in_graph(logits: torch.Tensor | None, chosen: torch.Tensor | None, *how: Any) -> list[torch.Tensor]:
+def _compute_in_graph(logits: torch.Tensor | None, chosen: torch.Tensor | None, *how: Any) -> list[torch.Tensor]:
     """The same, and 1 behind it."""
     found = _compute(logits, chosen, *how)
     return [*found, torch.ones(1, dtype=torch.int32, device=found[0].device)]
@@ -89,18 +89,18 @@ def _shapes_in_graph(logits: torch.Tensor | None, chosen: torch.Tensor | None, *
 
 _operator = operator(
     "router_rows(Tensor? logits, Tensor? chosen, Tensor? row_index, Tensor? kept, int experts, int top_k) -> Tensor[]",
-    _in_graph,
+    _compute_in_graph,
     _shapes_in_graph,
 )
 
 
-def _all_of(numbers: torch.Tensor, there: torch.Tensor) -> Rows:
+def _count_all(numbers: torch.Tensor, there: torch.Tensor) -> Rows:
     """Return the numbers of all rows of ``[..., 1]`` or ``[1, ...]``, and how many count: none where `there` is 0."""
     shape = numbers.shape[:-1]
     return torch.arange(shape.numel(), dtype=torch.int32, device=numbers.device).reshape(shape), there * shape.numel()
 
 
-class Sites(Fed):
+class RouterSites(Fed):
     """The sites of a router: from its logits, and the experts that tokens go to."""
 
     def __init__(
@@ -148,8 +148,8 @@ class Sites(Fed):
         found = compute(logits, chosen, *(rows or (None, None)), self.experts, self.top_k)
         if compute is _operator:
             *found, there = found
-            rows = _all_of(found[0], there) if rows is None else (rows[0], rows[1] * there)
-            row = _all_of(found[-1], there)
+            rows = _count_all(found[0], there) if rows is None else (rows[0], rows[1] * there)
+            row = _count_all(found[-1], there)
         if logits is not None:
             self.entropy.feed(found[0], rows)
             if _has_margin(self.experts, self.top_k):
@@ -171,7 +171,7 @@ class _Logits(order.ModuleHook):
 class WatchedRouter(order.ModuleHook):
     """Measures a router when its forward ends."""
 
-    def __init__(self, sites: Sites) -> None:
+    def __init__(self, sites: RouterSites) -> None:
         self.sites = sites
         self.logits: torch.Tensor | None = None  # of the gate inside it, until the router's own forward ends
 
@@ -201,20 +201,20 @@ class Routers:
         """keeps: whether experts are kept apart."""
         self.binder = binder
         self.keeps = keeps
-        self._by_hand: dict[str, Sites] = {}
+        self._by_hand: dict[str, RouterSites] = {}
 
     def watch(self, found: Mapping[str, Router], devices: Mapping[str, torch.device]) -> list[Any]:
         """Hangs hooks on them; returns what takes them off again."""
         handles: list[Any] = []
         for name, router in found.items():
-            sites = Sites(name, router.module, router.experts, router.top_k or 0, self, devices[name])
+            sites = RouterSites(name, router.module, router.experts, router.top_k or 0, self, devices[name])
             watched = WatchedRouter(sites)
             handles.append(order.register(router.module, watched))
             if router.gate is not router.module:
                 handles.append(order.register(router.gate, _Logits(watched)))
         return handles
 
-    def by_hand(
+    def measure_by_hand(
         self, name: str, logits: Any, chosen: Any, experts: int | None = None, top_k: int | None = None
     ) -> None:
         """Implement `Monitor.router`."""
@@ -223,19 +223,19 @@ class Routers:
             if found is not None and found.is_wanted() and (logits is None or logits.shape[-1] == found.experts):
                 found.see(logits, chosen)
             return
-        checked_types(name, logits, chosen, experts, top_k)
+        check_types(name, logits, chosen, experts, top_k)
         some = chosen if logits is None else logits
-        if not self.binder.measures_now() or is_a_mere_shape(some) or order.recomputing():
+        if not self.binder.measures_now() or is_a_mere_shape(some) or order.is_recomputing():
             return
-        experts, top_k = checked(local_part(logits), local_part(chosen), experts, top_k)
+        experts, top_k = check_shapes(local_part(logits), local_part(chosen), experts, top_k)
         if found is None:
             if is_capturing():
-                self.binder.skipping.leave_out([Site(name, kind) for kind in KINDS], Captured())
+                self.binder.skipping.leave_out([Site(name, kind) for kind in KINDS], InsideCapture())
                 return
             with self.binder.store.lock:
                 if any(entry.site == Site(name, KINDS[2]) for entry in self.binder.store.entries):
                     raise ValueError(f"router: expected a name that no watched router has, got {name!r}")
-                found = self._by_hand[name] = Sites(name, None, experts, top_k, self, local_part(some).device)
+                found = self._by_hand[name] = RouterSites(name, None, experts, top_k, self, local_part(some).device)
         if (found.experts, found.top_k) != (experts, top_k):
             raise ValueError(
                 f"router: expected {found.experts} experts and top {found.top_k} of {name!r} as before, got {experts} "
@@ -244,7 +244,7 @@ class Routers:
         found.see(logits, chosen)
 
 
-def checked_types(name: Any, logits: Any, chosen: Any, experts: Any, top_k: Any) -> None:
+def check_types(name: Any, logits: Any, chosen: Any, experts: Any, top_k: Any) -> None:
     """TypeError for what is no name, no tensors, no numbers."""
     if not isinstance(name, str):
         raise TypeError(f"router: expected a name, got {name!r}")
@@ -258,7 +258,7 @@ def checked_types(name: Any, logits: Any, chosen: Any, experts: Any, top_k: Any)
             raise TypeError(f"router: {which}: expected an int, got {number!r}")
 
 
-def checked(
+def check_shapes(
     logits: torch.Tensor | None, chosen: torch.Tensor | None, experts: int | None, top_k: int | None
 ) -> tuple[int, int]:
     """Return how many experts there are, and to how many a token goes (0: unknown); raises as `Monitor.router`."""

@@ -36,7 +36,7 @@ def rows_of(length: int, rows: int | None) -> int:
     return length if rows is None else min(length, rows)
 
 
-def chosen_rows(length: int, rows: int, turn: torch.Tensor) -> torch.Tensor:
+def choose_rows(length: int, rows: int, turn: torch.Tensor) -> torch.Tensor:
     """Choose rows: spread over the sequence, others at each turn, and always the last. int64, on the device of `turn`.
 
     Of j from 0 to rows - 2, the rows floor((j (length - 1) + turn mod (length - 1)) / (rows - 1)): in length - 1 turns
@@ -68,7 +68,7 @@ def _compute(
         batch, heads, queries, width = q.shape
         of_keys, keys = k.shape[1:3]
         dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        at = chosen_rows(queries, rows, turn)
+        at = choose_rows(queries, rows, turn)
         numbers = torch.empty((3, batch, rows, heads), dtype=dtype, device=q.device)
         row_bytes = heads * keys * dtype.itemsize
         together = max(1, _PIECE_BYTES // max(1, rows * row_bytes))  # items of the batch
@@ -89,8 +89,8 @@ def _compute(
                     later = torch.arange(keys, device=q.device) > now[:, None]
                     logits.add_(torch.zeros_like(later, dtype=dtype).masked_fill_(later, -torch.inf))
                 numbers[:, items, row : row + some] = _native.softmax_rows(logits)[:5:2].mT  # max, entropy, p_first
-        bound = _bound(q, k, heads // of_keys, scale, softcap, mask)[:, None].expand(-1, rows, -1).contiguous()
-        return [numbers, *_those_that_count(numbers[0], queries, at, row_index, kept), bound]
+        bound = _bound_logits(q, k, heads // of_keys, scale, softcap, mask)[:, None].expand(-1, rows, -1).contiguous()
+        return [numbers, *_select_queries(numbers[0], queries, at, row_index, kept), bound]
 
 
 def _compute_of_logits(
@@ -98,18 +98,18 @@ def _compute_of_logits(
 ) -> list[torch.Tensor]:
     with torch.no_grad():
         queries = logits.shape[2]
-        at = chosen_rows(queries, rows, turn)
+        at = choose_rows(queries, rows, turn)
         some = logits.detach().index_select(2, at)
         some.masked_fill_(some <= torch.finfo(some.dtype).min * _MASKED, -torch.inf)
         numbers = _native.softmax_rows(some)[:5:2].mT.contiguous()  # max, entropy, p_first
-        return [numbers, *_those_that_count(numbers[0], queries, at, row_index, kept)]
+        return [numbers, *_select_queries(numbers[0], queries, at, row_index, kept)]
 
 
-def _those_that_count(
+def _select_queries(
     largest: torch.Tensor, queries: int, at: torch.Tensor, row_index: torch.Tensor | None, kept: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     counted = largest.ne(-torch.inf).all(-1)
-    left = counted_rows(len(largest) * queries, row_index, kept)
+    left = select_counted(len(largest) * queries, row_index, kept)
     if left is not None:
         counted &= left.reshape(len(largest), queries).index_select(1, at)
     first = counted.reshape(-1).to(torch.uint8).argsort(descending=True, stable=True).to(torch.int32)
@@ -125,7 +125,7 @@ def _mask(logits: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor) -> None:
         logits.add_(mask.masked_fill(mask <= torch.finfo(mask.dtype).min * _MASKED, -torch.inf))
 
 
-def counted_rows(count: int, row_index: torch.Tensor | None, kept: torch.Tensor | None) -> torch.Tensor | None:
+def select_counted(count: int, row_index: torch.Tensor | None, kept: torch.Tensor | None) -> torch.Tensor | None:
     """Return which of so many rows `Monitor.ignore` leaves: bool ``[count]``. None: all, or its rows are other ones.
 
     row_index, kept: `watch.memory.Rows`.
@@ -136,7 +136,7 @@ def counted_rows(count: int, row_index: torch.Tensor | None, kept: torch.Tensor 
     return left.scatter_(0, row_index.reshape(-1).long(), torch.arange(count, device=row_index.device) < kept)
 
 
-def _bound(
+def _bound_logits(
     q: torch.Tensor, k: torch.Tensor, group: int, scale: float, softcap: float, mask: torch.Tensor | None
 ) -> torch.Tensor:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -234,7 +234,7 @@ def attention_rows(
 
     Logits are computed in float32 (float64 of float64), whatever autocast says, in pieces of some megabytes.
     """
-    q, k, mask = checked(q, k, mask)
+    q, k, mask = check_shapes(q, k, mask)
     if scale is None:
         scale = q.shape[-1] ** -0.5
     row_index, kept = ignoring or (None, None)
@@ -245,7 +245,7 @@ def attention_rows(
     return AttentionRows(numbers[0], numbers[1], numbers[2], index, count, bound)
 
 
-def checked(q: Any, k: Any, mask: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def check_shapes(q: Any, k: Any, mask: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return q, k and mask with four dimensions. TypeError, ValueError for what cannot be the attention of q and k."""
     problem = problem_of(q, k, mask)
     if problem is not None:

@@ -32,7 +32,7 @@ _LOGITS = ".logits"  # what Hugging Face's models call them
 _MISFIT, _ROUNDINGS = 1e-3, 8  # of the L1 norm of the gradient, at most: in float32, and of the dtype's own rounding
 
 
-class TokenWeights(order.ModuleHook, Fed):
+class TokenWeightsHook(order.ModuleHook, Fed):
     """A forward hook on the model, and the sites that it feeds."""
 
     def __init__(self, binder: SiteBinder, model: nn.Module, device: torch.device) -> None:
@@ -50,16 +50,16 @@ class TokenWeights(order.ModuleHook, Fed):
     def _watch(self, logits: torch.Tensor) -> None:
         with torch.no_grad():
             index = self._index_of(logits)
-            rows = _at(logits, index).detach()
+            rows = _take_rows(logits, index).detach()
         logits.register_hook(lambda gradient: self._see(rows, index, gradient))
 
     def _index_of(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the rows that are read, made once for logits of a shape."""
         if torch.compiler.is_compiling():
-            return sampled_rows(logits)
+            return choose_rows(logits)
         key = logits.shape, logits.device
         if self._latest is None or self._latest[0] != key:
-            self._latest = key, sampled_rows(logits)
+            self._latest = key, choose_rows(logits)
         return self._latest[1]
 
     def _see(self, rows: torch.Tensor, index: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -82,7 +82,7 @@ class TokenWeights(order.ModuleHook, Fed):
 
     def _feed(self, rows: torch.Tensor, index: torch.Tensor, gradient: torch.Tensor) -> None:
         with torch.no_grad():
-            *numbers, losses, counts = weights(rows, _at(gradient, index), gradient)
+            *numbers, losses, counts = weights(rows, _take_rows(gradient, index), gradient)
         for hook, number in zip(self.hooks, numbers, strict=False):
             hook.feed(number.reshape(1, 1), None)
         self.hooks[-1].feed(losses[:, None], _first(counts))
@@ -103,7 +103,7 @@ def _may_be_logits(tensor: torch.Tensor) -> bool:
     return is_plain and has_rows and (torch.compiler.is_compiling() or not is_a_mere_shape(tensor))
 
 
-def sampled_rows(logits: torch.Tensor) -> torch.Tensor:
+def choose_rows(logits: torch.Tensor) -> torch.Tensor:
     """Choose the rows that are read: one of each of up to 64 stretches.
 
     They lie at another place in each stretch, so that padding is met as often as it is there.
@@ -115,7 +115,7 @@ def sampled_rows(logits: torch.Tensor) -> torch.Tensor:
     return places.long() if count < rows else stretch.long()
 
 
-def _at(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _take_rows(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Rows of ``[..., classes]``, by their number, wherever they lie."""
     if not torch.compiler.is_compiling() and tensor.is_contiguous():
         return tensor.view(-1, tensor.shape[-1]).index_select(0, index)

@@ -154,7 +154,7 @@ def channel_dim_of(tensor: torch.Tensor, dim: int | None) -> int:
     return 1 if tensor.dim() in (4, 5) else -1
 
 
-def wanted_by_name(argument: str, given: int | Mapping[str, int] | None, names: Iterable[str]) -> dict[str, int]:
+def match_names(argument: str, given: int | Mapping[str, int] | None, names: Iterable[str]) -> dict[str, int]:
     """Return the caller's value for each name that has one. ValueError for a glob that matches none."""
     known = list(names)
     if given is None:

@@ -29,34 +29,34 @@ def walk(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
             yield from walk(getattr(value, field.name), f"{path}.{field.name}")
 
 
-def rebuilt(value: Any, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
+def rebuild(value: Any, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
     """`value` with every tensor replaced by what `change` makes of it and its path; `walk` says which those are.
 
     What changes in no place stays the very object that it was. TypeError for a mapping or dataclass that cannot be
     made anew with other items.
     """
-    return _rebuilt(value, change, "")[0]
+    return _rebuild(value, change, "")[0]
 
 
-def _rebuilt(value: Any, change: Callable[[str, torch.Tensor], torch.Tensor], path: str) -> tuple[Any, bool]:
+def _rebuild(value: Any, change: Callable[[str, torch.Tensor], torch.Tensor], path: str) -> tuple[Any, bool]:
     """Rebuild a container, and say whether it is another object: torch.compile compares no identities of these."""
     if isinstance(value, torch.Tensor):
         tensor = change(path, value)
         return tensor, tensor is not value
     if isinstance(value, Mapping):
-        items = {key: _rebuilt(item, change, f"{path}.{key}") for key, item in value.items()}
+        items = {key: _rebuild(item, change, f"{path}.{key}") for key, item in value.items()}
         if not any(changed for _, changed in items.values()):
             return value, False
         return _mapping_with(value, {key: item for key, (item, _) in items.items()}), True
     if isinstance(value, (tuple, list)):
         names = getattr(value, "_fields", None) or range(len(value))
-        pairs = [_rebuilt(item, change, f"{path}.{name}") for name, item in zip(names, value, strict=True)]
+        pairs = [_rebuild(item, change, f"{path}.{name}") for name, item in zip(names, value, strict=True)]
         if not any(changed for _, changed in pairs):
             return value, False
         listed = [item for item, _ in pairs]
         return type(value)(*listed) if hasattr(value, "_fields") else type(value)(listed), True
     if is_dataclass(value) and not isinstance(value, type):
-        items = {f.name: _rebuilt(getattr(value, f.name), change, f"{path}.{f.name}") for f in dataclass_fields(value)}
+        items = {f.name: _rebuild(getattr(value, f.name), change, f"{path}.{f.name}") for f in dataclass_fields(value)}
         if not any(changed for _, changed in items.values()):
             return value, False
         return replace(value, **{name: item for name, (item, _) in items.items()}), True

@@ -83,28 +83,28 @@ def channel_dim_by_evidence(x: torch.Tensor, widths: Widths, ran: Ran) -> int:
     ndim = len(x.shape)
     if ndim < 2 or ndim > 7:  # 7: as far as csrc/ops.h keeps apart
         return max(ndim - 1, 0)
-    if dims := _of_size(x, widths.vectors):
-        return _likeliest(dims, x, ran)
+    if dims := _match_sizes(x, widths.vectors):
+        return _choose_likeliest(dims, x, ran)
     same = ran.dim_of(tuple(x.shape))
     if widths.is_leaf and same is not None:
         return same
-    if dims := _of_size(x, widths.inside):
-        return _likeliest(dims, x, ran)
+    if dims := _match_sizes(x, widths.inside):
+        return _choose_likeliest(dims, x, ran)
     if same is not None:
         return same
     for width in ran.widths():
-        if dims := [dim for dim in _of_size(x, {width}) if dim]:
-            return _likeliest(dims, x, ran)
-    return _usual(ndim)
+        if dims := [dim for dim in _match_sizes(x, {width}) if dim]:
+            return _choose_likeliest(dims, x, ran)
+    return _usual_dim(ndim)
 
 
-def _of_size(x: torch.Tensor, widths: Collection[int]) -> list[int]:
+def _match_sizes(x: torch.Tensor, widths: Collection[int]) -> list[int]:
     """The dimensions of one of these sizes; the first, mostly a batch, only where there is no other."""
     dims = [dim for dim, size in enumerate(x.shape) if size in widths]
     return [dim for dim in dims if dim] or dims
 
 
-def _likeliest(dims: list[int], x: torch.Tensor, ran: Ran) -> int:
+def _choose_likeliest(dims: list[int], x: torch.Tensor, ran: Ran) -> int:
     """The one of several dimensions, of sizes that channels may have."""
     ndim = len(x.shape)
     if ndim > 3:
@@ -115,10 +115,10 @@ def _likeliest(dims: list[int], x: torch.Tensor, ran: Ran) -> int:
         if len(square) == 1:
             return square[0]
     latest = ran.dim_of_ndim(ndim)
-    usual = _usual(ndim) if latest is None else latest
+    usual = _usual_dim(ndim) if latest is None else latest
     return usual if usual in dims else dims[-1]
 
 
-def _usual(ndim: int) -> int:
+def _usual_dim(ndim: int) -> int:
     """Return the usual dimension, where nothing else tells."""
     return 1 if ndim in (4, 5) else ndim - 1

@@ -1,6 +1,6 @@
 """Facts of a model before it runs: frozen parameters, modules in evaluation mode, what no module has. Knows torch.
 
-`facts` are of use to whoever reads them; what `hidden` returns is nearly always a mistake.
+`facts` are of use to whoever reads them; what `find_hidden` returns is nearly always a mistake.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def facts(model: nn.Module) -> list[str]:
     frozen = sum(each.numel() for each in parameters if not each.requires_grad)
     if frozen:
         found.append(f"{_share(frozen, size)} of {size:,} parameter values are frozen")
-    resting = _in_evaluation(model)
+    resting = _find_in_evaluation(model)
     if resting:
         found.append(f"in evaluation mode: {_names(resting)}")
-    tied = _tied(model)
+    tied = _find_tied(model)
     if tied:
         found.append(f"tied: {_names([' = '.join(names) for names in tied])}")
     return found
 
 
-def hidden(model: nn.Module) -> list[str]:
+def find_hidden(model: nn.Module) -> list[str]:
     """Sentences on modules and parameters that require gradients and are no part of the model, because a list, a tuple
     or a dict holds them: an optimizer that is made of ``model.parameters()`` does not have them. What is kept in an
     attribute that begins with "_" is meant to be so."""
@@ -76,7 +76,7 @@ def _parameters_in(value: Any) -> Iterator[nn.Parameter]:
             yield each
 
 
-def _in_evaluation(model: nn.Module) -> list[str]:
+def _find_in_evaluation(model: nn.Module) -> list[str]:
     """The names of modules in evaluation mode, each without those inside of it; "(model)" is the model."""
     found: list[str] = []
     for name, module in clean_names(model).items():
@@ -87,7 +87,7 @@ def _in_evaluation(model: nn.Module) -> list[str]:
     return found
 
 
-def _tied(model: nn.Module) -> list[list[str]]:
+def _find_tied(model: nn.Module) -> list[list[str]]:
     names: defaultdict[int, list[str]] = defaultdict(list)
     for name, module in clean_names(model).items():  # each once, however the model is knotted
         for own, parameter in module._parameters.items():

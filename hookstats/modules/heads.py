@@ -34,7 +34,7 @@ NO_GROUPS = GroupSizes(None, None)
 
 def heads_of(attention: nn.Module) -> int | None:
     """Return how many heads an attention's attributes say that it has."""
-    return number_said((attention,), HEADS)
+    return read_number((attention,), HEADS)
 
 
 def group_sizes(modules: Mapping[str, nn.Module]) -> dict[str, GroupSizes]:
@@ -59,14 +59,14 @@ def group_sizes(modules: Mapping[str, nn.Module]) -> dict[str, GroupSizes]:
 
 
 def _sizes(own: str, module: nn.Module, attention: nn.Module) -> GroupSizes:
-    inputs, outputs = number_said((module,), ("in_features", "nx")), number_said((module,), ("out_features", "nf"))
+    inputs, outputs = read_number((module,), ("in_features", "nx")), read_number((module,), ("out_features", "nf"))
     heads = heads_of(attention)
     if own in _QUERIES | _LATENT:
         return GroupSizes(_part(outputs, heads), None)
     if own in _KEYS:
-        return GroupSizes(_part(outputs, number_said((attention,), KEY_HEADS) or heads), None)
+        return GroupSizes(_part(outputs, read_number((attention,), KEY_HEADS) or heads), None)
     if own in _TOGETHER:
-        size = number_said((attention,), SIZES_OF_HEADS) or _part(inputs, heads)
+        size = read_number((attention,), SIZES_OF_HEADS) or _part(inputs, heads)
         return GroupSizes(size if size and outputs and outputs % size == 0 and outputs > size else None, None)
     children = {name for name, _ in attention.named_children()}
     if own in _LAST and not children.isdisjoint(_QUERIES | _LATENT | _TOGETHER):
@@ -78,7 +78,7 @@ def _part(width: int | None, count: int | None) -> int | None:
     return width // count if width and count and count > 1 and width % count == 0 and width > count else None
 
 
-def number_said(modules: Iterable[nn.Module], names: Iterable[str]) -> int | None:
+def read_number(modules: Iterable[nn.Module], names: Iterable[str]) -> int | None:
     """The first attribute of these names that is a number: of the modules, or of their configurations."""
     for each in modules:
         for where in (each, getattr(each, "config", None)):

@@ -64,7 +64,7 @@ def register(
         with_kwargs: the hook is given the module's keyword arguments after the positional ones.
         newest_first: before those of its stage.
     """
-    _guards.hangs(hook)
+    _guards.add_hook(hook)
     hooks: Any = module._forward_pre_hooks if on_inputs else module._forward_hooks
     behind = [key for key, other in hooks.items() if _comes_after(other, hook.stage, newest_first)]
     hang: Any = module.register_forward_pre_hook if on_inputs else module.register_forward_hook
@@ -92,7 +92,7 @@ def _comes_after(other: object, stage: int, newest_first: bool) -> bool:
     return isinstance(other, ModuleHook) and (other.stage > stage or (newest_first and other.stage == stage))
 
 
-def when_the_compiler_is_imported(act: Callable[[], None]) -> None:
+def on_compiler_import(act: Callable[[], None]) -> None:
     """Call this at once if torch._dynamo is imported, else as soon as anybody imports it.
 
     The import takes a second or two, which a program that compiles nothing should not pay. torch.compile is told what
@@ -146,13 +146,13 @@ class _Guards:
         self._changed = False
         self._waits = False  # for the compiler, which nobody has imported
 
-    def hangs(self, hook: ModuleHook) -> None:
+    def add_hook(self, hook: ModuleHook) -> None:
         with self._lock:
             self._hooks.add(hook)
             if self._waits:
                 return
             self._waits = True
-        when_the_compiler_is_imported(self._change)
+        on_compiler_import(self._change)
 
     def _change(self) -> None:
         from torch._dynamo import config
@@ -167,7 +167,7 @@ class _Guards:
             _log.info("something was compiled before: torch.compiler.reset() was called, so that hooks are seen")
 
     def takes_off(self, hook: ModuleHook | None) -> None:
-        """None: it was gone already."""
+        """Remove a hook; None: it was gone already."""
         with self._lock:
             if hook is not None:
                 self._hooks.discard(hook)
@@ -205,6 +205,6 @@ def has_compiled() -> bool:
     return module is not None and module.FRAME_COUNTER > 0
 
 
-def recomputing() -> bool:
+def is_recomputing() -> bool:
     """Return whether a backward is running: a forward that runs now is one of activation checkpointing."""
     return torch._C._current_graph_task_id() != -1

@@ -26,7 +26,7 @@ _TRANSPARENT = (nn.Identity, nn.Flatten, nn.Unflatten, nn.modules.dropout._Dropo
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> nn.Module:
     """The module inside DistributedDataParallel, FullyShardedDataParallel, a compiled module and other wrappers."""
     while _wraps(model):
         inside = [child for name, child in model.named_children() if name in _WRAPPERS]
@@ -71,11 +71,11 @@ def select(
     """
     named = clean_names(model)
     slots = (_slots(named) if parameters else {}) | (_slots(named, of_buffers=True) if buffers else {})
-    left = _excluded(named, _all_slots(named), exclude)
+    left = _match_excluded(named, _all_slots(named), exclude)
     if modules is None:
         chosen = _default_modules(named)
     else:
-        globs, chosen = _asked_for(modules, named, [*named, *slots])
+        globs, chosen = _match_modules(modules, named, [*named, *slots])
         inside = {id(module) for module in chosen.values()}
         slots = {name: slot for name, slot in slots.items() if id(slot.module) in inside or matches(name, globs)}
     unhooked = (*_NEVER_CALLED, torch.jit.RecursiveScriptModule)  # type: ignore[attr-defined]
@@ -87,14 +87,14 @@ def select(
     return chosen, slots
 
 
-def all_modules(model: nn.Module, exclude: Modules) -> dict[str, nn.Module]:
-    """All that `exclude` does not name, by clean name."""
+def list_modules(model: nn.Module, exclude: Modules) -> dict[str, nn.Module]:
+    """Return the modules that `exclude` does not name, by clean name."""
     named = clean_names(model)
-    left = _excluded(named, _all_slots(named), exclude)
+    left = _match_excluded(named, _all_slots(named), exclude)
     return {name: module for name, module in named.items() if name not in left}
 
 
-def _asked_for(
+def _match_modules(
     modules: Modules, named: Mapping[str, nn.Module], names: Iterable[str], argument: str = "modules"
 ) -> tuple[list[str], dict[str, nn.Module]]:
     """The globs over these names, if they are globs; and the modules."""
@@ -106,11 +106,11 @@ def _asked_for(
     return globs, {name: module for name, module in named.items() if matches(name, globs)}
 
 
-def _excluded(named: Mapping[str, nn.Module], slots: Mapping[str, Slot], exclude: Modules) -> set[str]:
+def _match_excluded(named: Mapping[str, nn.Module], slots: Mapping[str, Slot], exclude: Modules) -> set[str]:
     """The names of the modules and parameters that are excluded, and of all that is in these modules."""
     if exclude is None:
         return set()
-    globs, chosen = _asked_for(exclude, named, [*named, *slots], "exclude")
+    globs, chosen = _match_modules(exclude, named, [*named, *slots], "exclude")
     inside = tuple(f"{root}." for root in chosen if root)
     return {
         name
@@ -119,13 +119,13 @@ def _excluded(named: Mapping[str, nn.Module], slots: Mapping[str, Slot], exclude
     }
 
 
-def watched_root(model: nn.Module, exclude: Modules) -> nn.Module | None:
+def find_root(model: nn.Module, exclude: Modules) -> nn.Module | None:
     """The module inside all wrappers, whose inputs are the model's; None: it is excluded, or takes no hook."""
     named = clean_names(model)
     root = named.get("")
     if root is None or isinstance(root, (*_NEVER_CALLED, torch.jit.ScriptModule)):
         return None
-    return None if "" in _excluded(named, _all_slots(named), exclude) else root
+    return None if "" in _match_excluded(named, _all_slots(named), exclude) else root
 
 
 class Slot(NamedTuple):
@@ -170,20 +170,20 @@ def modules_at(model: nn.Module, modules: Modules, exclude: Modules) -> dict[str
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         raise TypeError("expected a model without DataParallel, whose replicas would share hooks across devices")
     named = clean_names(model)
-    globs, chosen = _asked_for(modules, named, named)
-    silent = never_called(model)
+    globs, chosen = _match_modules(modules, named, named)
+    silent = find_never_called(model)
     for glob in globs:
         found = [name for name in named if matches(name, [glob])]
         if all(name in silent for name in found):
             raise ValueError(f"modules: {glob!r} matches only {found[0]!r}, whose hooks never run: {silent[found[0]]}")
-    left = {*silent, *_excluded(named, {}, exclude)}
+    left = {*silent, *_match_excluded(named, {}, exclude)}
     chosen = {name: module for name, module in chosen.items() if name not in left}
     if not chosen:
         raise ValueError(f"modules: expected to choose at least one of {len(named)} modules, chose none")
     return chosen
 
 
-def never_called(model: nn.Module) -> dict[str, str]:
+def find_never_called(model: nn.Module) -> dict[str, str]:
     """The modules whose forward is never called, as far as their types tell, by clean name, each with the reason."""
     silent: dict[str, str] = {}
     for name, module in clean_names(model).items():
@@ -195,7 +195,7 @@ def never_called(model: nn.Module) -> dict[str, str]:
 
 
 def _default_modules(named: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    in_list = {id(unwrapped(child)) for module in named.values() for child in _in_a_row(module)}
+    in_list = {id(unwrap(child)) for module in named.values() for child in _list_children(module)}
     inside = {id(m) for module in named.values() if _is_opaque(module) for m in module.modules() if m is not module}
     return {
         name: module
@@ -206,7 +206,7 @@ def _default_modules(named: dict[str, nn.Module]) -> dict[str, nn.Module]:
     }
 
 
-def _in_a_row(module: nn.Module) -> Iterable[nn.Module]:
+def _list_children(module: nn.Module) -> Iterable[nn.Module]:
     """The children of a ModuleList, or of a ModuleDict that numbers them."""
     if isinstance(module, nn.ModuleList):
         return module

@@ -42,15 +42,15 @@ def sharding_of(tensor: Any, dim: int) -> Sharding:
     return Sharding(tensor.device_mesh, tuple(tensor.placements), dim, size)
 
 
-def unreduced(tensor: Any) -> str | None:
-    """Why the values of a tensor are not its own yet, if they are not: each rank has a summand."""
+def explain_unreduced(tensor: Any) -> str | None:
+    """Say why the values of a tensor are not its own yet (each rank has a summand); None: they are."""
     for placement in getattr(tensor, "placements", ()):
         if placement.is_partial():
             return f"expected a DTensor that is whole or sharded, got {placement}: its values are yet to be reduced"
     return None
 
 
-def flattened(model: nn.Module) -> dict[nn.Module, Any]:
+def find_flattened(model: nn.Module) -> dict[nn.Module, Any]:
     """The modules whose parameters FullyShardedDataParallel (FSDP1) has cut, without saying where; by what cut them."""
     found: dict[nn.Module, Any] = {}
     for outer in model.modules():

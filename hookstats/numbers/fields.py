@@ -30,7 +30,7 @@ class Site(NamedTuple):
 
 
 class Skipped(NamedTuple):
-    """Why tensors of a site were not measured, and how many: in a snapshot those of its step."""
+    """The reason why tensors of a site were not measured, and their number: in a snapshot those of its step."""
 
     reason: str
     times: int | None  # None: the site was given up, as it can never be measured
@@ -93,11 +93,11 @@ def _sum_of(name: str) -> Callable[[_Cut, State, dict[str, Array]], Array]:
     return lambda cut, parts, whole: cut.sum(getattr(parts, name))
 
 
-def _merged_mean(cut: _Cut, parts: State, whole: dict[str, Array]) -> Array:
+def _merge_mean(cut: _Cut, parts: State, whole: dict[str, Array]) -> Array:
     return cut.sum(parts.count * parts.mean) / np.maximum(whole["count"], 1.0)
 
 
-def _merged_m2(cut: _Cut, parts: State, whole: dict[str, Array]) -> Array:
+def _merge_m2(cut: _Cut, parts: State, whole: dict[str, Array]) -> Array:
     """Chan, Golub & LeVeque 1979: each part's own, and what its mean adds."""
     return cut.sum(parts.m2 + parts.count * (parts.mean - cut.spread(whole["mean"])) ** 2)
 
@@ -105,8 +105,8 @@ def _merged_m2(cut: _Cut, parts: State, whole: dict[str, Array]) -> Array:
 # In the order of csrc/stats.h; _native refuses an extension that was built with another one.
 _FIELDS = (
     _Field("count", _sum_of("count"), 0),
-    _Field("mean", _merged_mean, 1),
-    _Field("m2", _merged_m2, 2),
+    _Field("mean", _merge_mean, 1),
+    _Field("m2", _merge_m2, 2),
     _Field("min", lambda cut, parts, _: cut.min(np.where(parts.count > 0, parts.min, np.inf)), 1),
     _Field("max", lambda cut, parts, _: -cut.min(-np.where(parts.count > 0, parts.max, -np.inf)), 1),
     _Field("abs_sum", _sum_of("abs_sum"), 1),
@@ -151,12 +151,12 @@ def unscale(moments: Array, by: float | Array) -> Array:
     return result
 
 
-def _of_values(value: Array, s: State) -> Array:
+def _nan_where_empty(value: Array, s: State) -> Array:
     """The value where there was one, NaN where there was none."""
     return np.where(s.count > 0, value, np.nan)
 
 
-def _per(value: Array, s: State) -> Array:
+def _divide_by_count(value: Array, s: State) -> Array:
     return np.divide(value, s.count, out=np.full_like(s.count, np.nan), where=s.count > 0)
 
 
@@ -214,16 +214,16 @@ class Stats(Generic[_T]):
     """
 
     count = _Statistic(lambda s: s.count)
-    mean = _Statistic(lambda s: _of_values(s.mean, s))
+    mean = _Statistic(lambda s: _nan_where_empty(s.mean, s))
     var = _Statistic(_var)
     std = _Statistic(lambda s: np.sqrt(_var(s)))
-    rms = _Statistic(lambda s: np.sqrt(_per(_square_sum(s), s)))
-    abs_mean = _Statistic(lambda s: _per(s.abs_sum, s))
+    rms = _Statistic(lambda s: np.sqrt(_divide_by_count(_square_sum(s), s)))
+    abs_mean = _Statistic(lambda s: _divide_by_count(s.abs_sum, s))
     l1_norm = _Statistic(lambda s: s.abs_sum)
     l2_norm = _Statistic(lambda s: np.sqrt(_square_sum(s)))
-    abs_max = _Statistic(lambda s: _of_values(_abs_max(s), s))
-    min = _Statistic(lambda s: _of_values(s.min, s))
-    max = _Statistic(lambda s: _of_values(s.max, s))
+    abs_max = _Statistic(lambda s: _nan_where_empty(_abs_max(s), s))
+    min = _Statistic(lambda s: _nan_where_empty(s.min, s))
+    max = _Statistic(lambda s: _nan_where_empty(s.max, s))
     zeros = _Statistic(lambda s: s.zeros)
     nans = _Statistic(lambda s: s.nans)
     posinfs = _Statistic(lambda s: s.posinfs)

@@ -209,7 +209,7 @@ class Sites(Sequence[Site]):
         return made
 
 
-class Memory(Sequence[Counts]):
+class LazyBlocks(Sequence[Counts]):
     """Blocks that are made, or read, when they are asked for."""
 
     def __init__(self, count: int, make: Callable[[int], Counts]) -> None:
@@ -241,7 +241,7 @@ class StepFrame:
 
     ``rows``: of activations and their gradients, which of so many rows was read; 1: all were.
 
-    ``hidden`` ``[n]``: the sites of which nothing is said where they were silent; `visible` is without them.
+    ``hidden`` ``[n]``: the sites of which nothing is said where they were silent; `drop_hidden` is without them.
     ``readings`` ``[n]``: of a parameter, with which others it was measured, and when (AT_END). Both only until ranks
     are merged.
     """
@@ -428,7 +428,7 @@ class StepFrame:
             known_wholes=None if self.known_wholes is None else self.known_wholes[:, chosen],
         )
 
-    def visible(self) -> StepFrame:
+    def drop_hidden(self) -> StepFrame:
         """Return the frame without the sites of which nothing is said."""
         if self.hidden is None:
             return self

@@ -83,10 +83,10 @@ class Density:
                 rest = np.maximum(many[:, middle] - zeros, 0)  # between 0 and the bins beside
                 negative = rest * np.where(low >= 0, 0, np.where(high <= 0, 1, 0.5))
                 nothing, left, right = np.zeros_like(rest), lower[:, middle], upper[:, middle]
-                many = _with_three(many, middle, negative, zeros, rest - negative)
-                lower = _with_three(lower, middle, np.minimum(left, 0), nothing, np.maximum(left, 0))
-                upper = _with_three(upper, middle, np.minimum(right, 0), nothing, np.maximum(right, 0))
-                power = _with_three(power, middle, nothing, nothing, nothing)
+                many = _insert_columns(many, middle, negative, zeros, rest - negative)
+                lower = _insert_columns(lower, middle, np.minimum(left, 0), nothing, np.maximum(left, 0))
+                upper = _insert_columns(upper, middle, np.minimum(right, 0), nothing, np.maximum(right, 0))
+                power = _insert_columns(power, middle, nothing, nothing, nothing)
             self._counts, self._lower, self._upper = many, lower, upper
             self._low, self._high = low, high
             self._negative = upper <= 0
@@ -127,7 +127,9 @@ class Density:
         """The share of each bin's values that are below x, in magnitude."""
         with np.errstate(all="ignore"):
             at = np.clip(np.where(self._negative, -x, x), self._near, self._far)
-            by_power = _grown(self._exponent, np.log(at / self._near)) / _grown(self._exponent, self._length)
+            by_power = _integrate_exponential(self._exponent, np.log(at / self._near)) / _integrate_exponential(
+                self._exponent, self._length
+            )
             share = np.where(self._near > 0, by_power, (at - self._near) / (self._far - self._near))
         return np.where(self._negative, 1 - share, share)
 
@@ -163,7 +165,9 @@ class Density:
 
     def _of_others(self, k: int) -> Array:
         """``[rows]``: what all other values bring to the mean of x^k."""
-        ratio = _grown(self._exponent + k, self._length) / _grown(self._exponent, self._length)
+        ratio = _integrate_exponential(self._exponent + k, self._length) / _integrate_exponential(
+            self._exponent, self._length
+        )
         power = self._near**k * np.where(self._far > self._near, ratio, 1)
         around_zero = (self._far ** (k + 1) - self._near ** (k + 1)) / ((k + 1) * (self._far - self._near))
         inside = np.where(self._near > 0, power, np.where(self._far > self._near, around_zero, self._near**k))
@@ -178,12 +182,12 @@ class Density:
         return mean
 
 
-def _with_three(values: Array, at: int, *columns: Array) -> Array:
+def _insert_columns(values: Array, at: int, *columns: Array) -> Array:
     """``[rows, bins]``, three columns in the place of one."""
     return np.concatenate([values[:, :at], np.stack(columns, axis=1), values[:, at + 1 :]], axis=1)
 
 
-def _grown(exponent: Array, length: Array) -> Array:
+def _integrate_exponential(exponent: Array, length: Array) -> Array:
     """The integral of exp(exponent * t) from 0 to length."""
     exponent = np.where(exponent == 0, 1e-30, exponent)  # whose integral is the length, to the last bit
     grown: Array = np.expm1(exponent * length) / exponent

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from hookstats.numbers.fields import FIELDS, Array, Counts, Site, Skipped, fold_channels, histogram_shape, unscale
-from hookstats.numbers.frame import Memory, Sites, StepFrame, block_of, merge_states
+from hookstats.numbers.frame import LazyBlocks, Sites, StepFrame, block_of, merge_states
 from hookstats.numbers.kinds import kind_of
 from hookstats.numbers.ranks import StepRanks
 
@@ -38,7 +38,7 @@ def merge(frames: Sequence[StepFrame]) -> StepFrame:
         sample_ids=_sample_ids(frames),
         grad_scale=first.grad_scale if len(scales) == 1 else None,
         overflowed=any(overflowed) if overflowed else None,
-        skipped=_skipped(frames),
+        skipped=_merge_skipped(frames),
         ranks=StepRanks(present, len(present)),
         rows=max(frame.rows for frame in frames),
     )
@@ -65,7 +65,7 @@ def _sample_ids(frames: Sequence[StepFrame]) -> dict[int, Counts]:
     return {step: np.concatenate([each.sample_ids.get(step, none) for each in frames]) for step in steps}
 
 
-def _skipped(frames: Sequence[StepFrame]) -> dict[Site, Skipped]:
+def _merge_skipped(frames: Sequence[StepFrame]) -> dict[Site, Skipped]:
     skipped: dict[Site, Skipped] = {}
     for frame in frames:
         for site, here in frame.skipped.items():
@@ -75,7 +75,7 @@ def _skipped(frames: Sequence[StepFrame]) -> dict[Site, Skipped]:
     return skipped
 
 
-class _Parts:
+class _FrameParts:
     """The frames that have a site, each with its place there, those in which it was silent left out."""
 
     def __init__(self, site: Site, where: list[tuple[StepFrame, int]]) -> None:
@@ -101,17 +101,17 @@ class _Parts:
 
     def whole(self) -> list[Array]:
         """The totals of each, ``[fields]``."""
-        return [self._in_one_scale(frame, i, frame.wholes[:, i]) for frame, i in self.where]
+        return [self._unscale_state(frame, i, frame.wholes[:, i]) for frame, i in self.where]
 
     def block(self, has_bins: bool) -> Counts:
         """The memory of all together."""
-        states = [self._in_one_scale(frame, i, frame.state(i)) for frame, i in self.where]
+        states = [self._unscale_state(frame, i, frame.state(i)) for frame, i in self.where]
         has_histogram = has_bins and self.has_histogram
         histograms = [frame.histogram(i) if has_histogram else None for frame, i in self.where]
         state, counts = merge_states(states, histograms) if len(states) > 1 else (states[0], histograms[0])
         return block_of([state], [counts])
 
-    def _in_one_scale(self, frame: StepFrame, i: int, state: Array) -> Array:
+    def _unscale_state(self, frame: StepFrame, i: int, state: Array) -> Array:
         return state if self.scale is not None else unscale(state, float(frame.scales[i]))
 
 
@@ -123,7 +123,7 @@ def _sites(frames: Sequence[StepFrame]) -> StepFrame:
             found.setdefault(site, []).append((frame, i))
     place = {site: n for n, site in enumerate(found)}
     fired = dict.fromkeys(place[frame.sites[i]] for frame in frames for i in frame.order.tolist())
-    parts = [_Parts(site, where) for site, where in found.items()]
+    parts = [_FrameParts(site, where) for site, where in found.items()]
     bins = frames[0].bins if all(frame.bins == frames[0].bins for frame in frames) else None
     n, channels = len(parts), np.array([each.channels for each in parts], np.int64)
     shapes = [histogram_shape(bins if each.has_histogram else None, each.channels) for each in parts]
@@ -142,7 +142,7 @@ def _sites(frames: Sequence[StepFrame]) -> StepFrame:
     states = [whole for each in wholes for whole in each]
     return StepFrame(
         sites,
-        Memory(n, lambda i: parts[i].block(bins is not None)),
+        LazyBlocks(n, lambda i: parts[i].block(bins is not None)),
         np.array([each.calls for each in parts], np.int64),
         np.array(list(fired), np.int64),
         np.array([1.0 if each.scale is None else each.scale for each in parts], np.float64),

@@ -20,7 +20,7 @@ def matches(name: str, globs: Iterable[str]) -> bool:
 def as_globs(argument: str, globs: Globs, names: Iterable[str] | None) -> list[str]:
     """Return the globs as a list.
 
-    names: those that there are; None: they are not known yet, see `unmatched`.
+    names: those that there are; None: they are not known yet, see `explain_unmatched`.
 
     Raises:
         TypeError: for what is no string. ValueError: for a glob that matches no name.
@@ -29,13 +29,13 @@ def as_globs(argument: str, globs: Globs, names: Iterable[str] | None) -> list[s
     for glob in listed:
         if not isinstance(glob, str):
             raise TypeError(f"{argument}: expected globs over names, got {glob!r}")
-    problem = None if names is None else unmatched(argument, listed, names)
+    problem = None if names is None else explain_unmatched(argument, listed, names)
     if problem is not None:
         raise ValueError(problem)
     return listed
 
 
-def unmatched(argument: str, globs: Iterable[str], names: Iterable[str]) -> str | None:
+def explain_unmatched(argument: str, globs: Iterable[str], names: Iterable[str]) -> str | None:
     """Say which globs match none of the names; None: each matches one."""
     known = list(dict.fromkeys(names))
     lost = [glob for glob in globs if not any(fnmatchcase(name, glob) for name in known)]

@@ -81,9 +81,9 @@ class SiteStats:
         self.channel_dim = channel_dim
         self.group_size = group_size
         self.rows = rows
-        self._measured = _owned(moments)
+        self._measured = _copy_view(moments)
         self._scale = scale
-        self._histogram = None if histogram is None else _owned(histogram)
+        self._histogram = None if histogram is None else _copy_view(histogram)
         self._per_channel = per_channel
         self._bins = bins or ExponentBins()
 
@@ -312,6 +312,6 @@ def _check_number(where: str, x: object) -> None:
         raise TypeError(f"{where}: expected a number, got {x!r}")
 
 
-def _owned(array: NDArray[_Number]) -> NDArray[_Number]:
+def _copy_view(array: NDArray[_Number]) -> NDArray[_Number]:
     """The array itself where its memory is its own, else a copy: a view keeps the memory of the whole step alive."""
     return array if array.base is None else array.copy()

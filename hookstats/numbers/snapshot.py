@@ -21,7 +21,7 @@ from hookstats.numbers.ranks import (
 )
 from hookstats.numbers.selection import choose
 from hookstats.numbers.site_stats import SiteStats
-from hookstats.numbers.tables import aligned, html
+from hookstats.numbers.tables import align_columns, html
 
 if TYPE_CHECKING:
     import pandas
@@ -278,7 +278,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         16 groups of 64, such as heads; ``dim``: along which dimension. Sites that did not fire come last, and those
         that are not measured, each with the reason.
         """
-        return "\n".join([*aligned(self._rows(sort), left=2), *self._left_out()])
+        return "\n".join([*align_columns(self._rows(sort), left=2), *self._list_left_out()])
 
     def _rows(self, sort: str | None) -> list[list[str]]:
         """Return the rows of the table, the head first."""
@@ -309,7 +309,7 @@ class Snapshot(Mapping[Site, SiteStats]):
         rows.insert(0, ["site", "tensor", "calls", "channels", "dim", *shown, "zeros%", "nan", "inf"])
         return rows
 
-    def _left_out(self) -> list[str]:
+    def _list_left_out(self) -> list[str]:
         """Rows that were not read, sites that did not fire, and those that are not measured, in words."""
         silent = [site for site, calls in zip(self, self.frame.calls.tolist(), strict=True) if calls == 0]
         said = [f"did not fire: {', '.join(map(str, silent))}"] if silent else []
@@ -322,7 +322,7 @@ class Snapshot(Mapping[Site, SiteStats]):
     def _repr_html_(self) -> str:
         """Return the table for notebooks, of 60 sites at most."""
         scalars = "".join(f", {name} {value:.6g}" for name, value in self.scalars.items())
-        return html(f"Step {self.step}{scalars}", self._rows(None), 2, self._left_out())
+        return html(f"Step {self.step}{scalars}", self._rows(None), 2, self._list_left_out())
 
     def flat(self, *statistics: str) -> dict[str, float]:
         """The totals as ``{"tensor/statistic/name": value}``, for loggers. Without arguments, all statistics.
@@ -371,13 +371,13 @@ class Snapshot(Mapping[Site, SiteStats]):
 
     def _channels(self) -> tuple[list[Site], Counts, Stats[Array]]:
         """The sites that fired and keep channels, how many each has, and the statistics of all, side by side."""
-        return self._fired(self.frame.sites.widths, self.frame.channels)
+        return self._select_fired(self.frame.sites.widths, self.frame.channels)
 
     def _groups(self) -> tuple[list[Site], Counts, Stats[Array]]:
         """The same of groups of channels."""
-        return self._fired(self.frame.sites.group_counts, self.frame.groups)
+        return self._select_fired(self.frame.sites.group_counts, self.frame.groups)
 
-    def _fired(self, widths: Counts, stats: Stats[Array]) -> tuple[list[Site], Counts, Stats[Array]]:
+    def _select_fired(self, widths: Counts, stats: Stats[Array]) -> tuple[list[Site], Counts, Stats[Array]]:
         """Select the entries of the sites that fired, in their order, from an array over all sites."""
         order = self.frame.order
         fired = order[widths[order] > 0]

@@ -9,7 +9,7 @@ _MOST = 60  # rows in a notebook; more make it slow, and nobody reads them there
 _LONGEST = 200  # characters of a cell
 
 
-def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+def align_columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
     """Columns under each other: the first `left` to the left, the others to the right; a rule under the head."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     line = "  ".join(f"{{:{'<' if i < left else '>'}{width}}}" for i, width in enumerate(widths)).format

@@ -41,7 +41,7 @@ class Attempt:
     host: str = ""
     boot: str = ""  # see `machine`
     pid: int = 0
-    started: int | None = None  # see `started_at`
+    started: int | None = None  # see `read_start_time`
     rules: list[dict[str, Any]] = field(default_factory=list)  # see `rule_to_json`
 
     def write(self, folder: Path) -> None:
@@ -131,7 +131,7 @@ def begin_attempt(folder: Path, settings: dict[str, Any], rules: list[dict[str, 
         ring=ring,
         noted=str(signals.path),
         pid=pid,
-        started=started_at(pid),
+        started=read_start_time(pid),
         rules=rules,
         host=here["host"],
         boot=here["boot"],
@@ -149,7 +149,7 @@ def end_attempt(folder: Path, attempt: Attempt, ended: str, dropped: int, told: 
 
 def is_training(folder: Path, number: int, attempt: Attempt | None) -> bool:
     """Tell whether the process of an attempt lives. attempt: what its file says; None: it cannot be read."""
-    if attempt and attempt.is_of_this_machine and attempt.started == started_at(attempt.pid) is not None:
+    if attempt and attempt.is_of_this_machine and attempt.started == read_start_time(attempt.pid) is not None:
         return True
     try:
         file = os.open(path_of(folder, number), os.O_RDONLY | files.NO_LINK)
@@ -176,7 +176,7 @@ def _boot() -> str:
         return ""
 
 
-def started_at(pid: int) -> int | None:
+def read_start_time(pid: int) -> int | None:
     """Return when a process started, in ticks since the machine did: a later one differs. None: it is gone."""
     try:
         told = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -14,7 +14,7 @@ from hookstats.numbers.fields import FIELDS, STATISTICS, Array, Counts, Site, St
 from hookstats.numbers.frame import StepFrame
 from hookstats.numbers.given import Given
 from hookstats.records.arrays import from_list, to_arrow
-from hookstats.records.schema import FLUSH, SAME_AS, STATE, names_of, plain, written
+from hookstats.records.schema import FLUSH, SAME_AS, STATE, escape_surrogates, make_writer_schema, names_of
 from hookstats.records.wire import about
 
 _NULL = -(2**31)  # in integers of totals, until they are a table
@@ -34,7 +34,7 @@ Columns = dict[str, Any]
 Piece = tuple[str, Columns, int]  # of a table, and about how many bytes that is
 
 
-def of_step(frame: StepFrame, key: Key, ids: Counts) -> Iterator[Piece]:
+def encode_step(frame: StepFrame, key: Key, ids: Counts) -> Iterator[Piece]:
     """Yield columns for the tables of a run. ids: of frame.sites."""
     since = min([frame.step, *frame.earlier_scalars, *frame.sample_ids])
     said = {name: json.dumps(each) if isinstance(each, list) else each for name, each in about(frame).items()}
@@ -42,22 +42,22 @@ def of_step(frame: StepFrame, key: Key, ids: Counts) -> Iterator[Piece]:
     row = {**key._asdict(), **said, "sites": len(ids), "since": since}
     yield "steps", {name: [value] for name, value in row.items()}, 8 * len(row)
     if len(ids):
-        yield "totals", _totals(frame, key, ids), len(ids) * 8 * len(written("totals"))
+        yield "totals", _totals(frame, key, ids), len(ids) * 8 * len(make_writer_schema("totals"))
     yield from _details(frame, key, ids)
-    yield from of_given(Given({**frame.earlier_scalars, frame.step: frame.scalars}, frame.sample_ids), key)
+    yield from encode_given(Given({**frame.earlier_scalars, frame.step: frame.scalars}, frame.sample_ids), key)
 
 
-def of_given(given: Given, key: Key) -> Iterator[Piece]:
+def encode_given(given: Given, key: Key) -> Iterator[Piece]:
     """Yield columns of what was given with steps. key: of the step with which it came, of record -1 if with none."""
     for number, scalars in given.scalars.items():
-        columns = _given(key, number, len(scalars))
-        columns |= {"name": [plain(name) for name in scalars], "value": list(scalars.values())}
+        columns = _make_keys(key, number, len(scalars))
+        columns |= {"name": [escape_surrogates(name) for name in scalars], "value": list(scalars.values())}
         yield "scalars", columns, 64 * len(scalars)
     for number, ids in given.sample_ids.items():
-        yield "samples", {**_given(key, number, 1), "ids": ids, "lengths": [len(ids)]}, 64 + ids.nbytes
+        yield "samples", {**_make_keys(key, number, 1), "ids": ids, "lengths": [len(ids)]}, 64 + ids.nbytes
 
 
-def _given(key: Key, number: int, rows: int) -> Columns:
+def _make_keys(key: Key, number: int, rows: int) -> Columns:
     columns = {**key._replace(step=number)._asdict(), "measured": key.record >= 0 and number == key.step}
     return {name: [value] * rows for name, value in columns.items()}
 
@@ -106,9 +106,9 @@ def _details(frame: StepFrame, key: Key, ids: Counts) -> Iterator[Piece]:
 
 def table_of(table: str, rows: list[Columns], sites: list[Site]) -> pa.Table:
     """Make a table of columns of several steps."""
-    columns = {name: _joined([each[name] for each in rows]) for name in rows[0]}
+    columns = {name: _join([each[name] for each in rows]) for name in rows[0]}
     if table == "totals":
-        columns = _finished(columns)
+        columns = _finish_columns(columns)
     elif table == "details":
         channels = _offsets(columns.pop("channels"))
         for name, values in zip(STATE.values(), columns.pop("states"), strict=True):
@@ -121,11 +121,11 @@ def table_of(table: str, rows: list[Columns], sites: list[Site]) -> pa.Table:
     return _table(table, columns, sites)
 
 
-def _joined(parts: list[Any]) -> Any:
+def _join(parts: list[Any]) -> Any:
     return np.concatenate(parts, axis=-1) if isinstance(parts[0], np.ndarray) else list(chain.from_iterable(parts))
 
 
-def _finished(columns: Columns) -> Columns:
+def _finish_columns(columns: Columns) -> Columns:
     """Sort totals by site and step, with the statistics that follow from their states."""
     sorting = np.lexsort([columns[name] for name in ("record", "attempt", "step", "site")])
     columns = {name: values[..., sorting] for name, values in columns.items()}
@@ -160,7 +160,7 @@ def _keys(key: Key, rows: int) -> dict[str, Counts]:
 
 
 def _table(table: str, columns: dict[str, Any], sites: list[Site]) -> pa.Table:
-    schema = written(table)
+    schema = make_writer_schema(table)
     if "site" in schema.names:
         columns = {**columns, **names_of(sites, np.asarray(columns["site"], np.int64))}
     arrays = []

@@ -34,11 +34,13 @@ def ending_of(error: BaseException | None) -> str:
         if not error.code:
             return f"ended: sys.exit({'' if error.code is None else error.code})"
         cause = error.__context__ if isinstance(error.__context__, Exception) else None  # as torch's spawn raises it
-        return f"died: sys.exit({error.code!r:.100})" + (f" after {_of(cause)}" if cause is not None else "")
-    return f"died: {_of(error)}"
+        return f"died: sys.exit({error.code!r:.100})" + (
+            f" after {_describe_error(cause)}" if cause is not None else ""
+        )
+    return f"died: {_describe_error(error)}"
 
 
-def _of(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     text = ""
     with suppress(Exception):  # it is somebody else's
         text = " ".join(str(error).split())
@@ -56,9 +58,9 @@ class Exits:
         self._before = getattr(sys, "last_value", None)
         self._exit: Any = sys.exit
         self._code: SystemExit | None = None
-        sys.exit = self._noted
+        sys.exit = self._note_exit
 
-    def _noted(self, status: Any = None) -> Any:
+    def _note_exit(self, status: Any = None) -> Any:
         if threading.current_thread() is threading.main_thread():
             self._code = SystemExit() if status is None else SystemExit(status)
         return self._exit(status)
@@ -67,7 +69,7 @@ class Exits:
         """Somebody has caught the exit: training goes on."""
         self._code = None
 
-    def ending(self) -> str:
+    def describe_ending(self) -> str:
         """Describe how the process ends, as far as is known now."""
         raised = sys.exc_info()[1]  # of a process of multiprocessing
         error = raised or getattr(sys, "last_value", None)
@@ -77,7 +79,7 @@ class Exits:
         return _WITHOUT_DETACH if error is None else ending_of(error)
 
     def close(self) -> None:
-        if sys.exit == self._noted:  # else somebody has replaced it since, and calls it
+        if sys.exit == self._note_exit:  # else somebody has replaced it since, and calls it
             sys.exit = self._exit
 
 
@@ -132,7 +134,7 @@ def _is_default() -> bool:
     return signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def end_of_the_dead(noted: str) -> str:
+def describe_death(noted: str) -> str:
     """Describe the end of a process that said nothing. noted: the file of its `Signals`, removed if it is empty."""
     try:
         with open(noted, "rb") as file:

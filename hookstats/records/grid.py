@@ -26,7 +26,7 @@ def planes(reader: Reader, timeline: Timeline, row: Counts, names: Sequence[str]
             _read(reader, timeline, row, found)
             return found
         except FileNotFoundError:  # merged away meanwhile
-            reader.look()
+            reader.list_again()
     raise RunError(f"{reader.folder}: expected files that stay for as long as they are read")
 
 

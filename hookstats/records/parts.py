@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 from hookstats.records import files
 from hookstats.records.errors import Damaged, SchemaError
-from hookstats.records.schema import ROW_GROUP, SCHEMAS, VERSION, writer_options, written
+from hookstats.records.schema import ROW_GROUP, SCHEMAS, VERSION, make_writer_schema, writer_options
 
 _NAME = re.compile(r"a(\d{4,9})(?:-(\d{1,9}))?\.(-?\d{7,19})-(-?\d{7,19})\.parquet")
 _METADATA = b"hookstats"
@@ -46,7 +46,7 @@ class Name(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Name | None:
-        """None for any other name."""
+        """Read the name of a part; None for any other name."""
         match = _NAME.fullmatch(text)
         return match and cls(int(match[1]), int(match[2] or 1), int(match[3]), int(match[4]))
 
@@ -99,7 +99,9 @@ class OpenPart:
         """name: a temporary one."""
         self._path = folder / f"{name}.parquet{files.TEMPORARY}"
         self._output = files.Output(self._path)
-        self._writer = pq.ParquetWriter(pa.PythonFile(self._output, "w"), written(table), **writer_options(table))
+        self._writer = pq.ParquetWriter(
+            pa.PythonFile(self._output, "w"), make_writer_schema(table), **writer_options(table)
+        )
 
     def write(self, rows: pa.Table) -> None:
         """Write rows as a row group, or several."""
@@ -144,7 +146,7 @@ class Footer(NamedTuple):
 
 def read_footer(path: Path) -> Footer:
     """FileNotFoundError without a file; Damaged where it is not what was written; SchemaError for another version."""
-    with checked(path), open(path, "rb") as file:
+    with raise_damaged(path), open(path, "rb") as file:
         raw = bytearray(_raw_footer(file.fileno(), os.fstat(file.fileno()).st_size))
         at = _place_of_checksum(raw)
         expected, raw[at : at + 8] = int(raw[at : at + 8], 16), b"0" * 8
@@ -177,7 +179,7 @@ def _place_of_checksum(raw: bytes | bytearray) -> int:
 
 
 @contextlib.contextmanager
-def checked(path: Path) -> Iterator[None]:
+def raise_damaged(path: Path) -> Iterator[None]:
     """Turn what Arrow raises for a file that is not as it was written into Damaged."""
     try:
         yield

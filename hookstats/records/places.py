@@ -39,7 +39,7 @@ def runs_below(directory: Path) -> list[Path]:
     return found
 
 
-def no_run(path: Path) -> str:
+def explain_missing_run(path: Path) -> str:
     """Say what is where the directory of a run was expected, naming the runs below it."""
     names = [str(each.relative_to(path)) for each in runs_below(path)] if path.is_dir() else []
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
@@ -55,7 +55,7 @@ def local_folder(folder: Path, attempt: int) -> Path:
     if not _kind_of_disk(folder).startswith(_FAR):
         return folder
     name = re.sub(r"\W+", "-", f"{folder}").strip("-")[-100:]
-    ours = _ours()
+    ours = _own_folder()
     ours.mkdir(exist_ok=True, mode=0o700)
     if ours.is_symlink() or ours.stat().st_uid != os.getuid():
         raise PermissionError(f"{ours}: expected a folder of this user's, got one that somebody else has made")
@@ -64,7 +64,7 @@ def local_folder(folder: Path, attempt: int) -> Path:
     return local
 
 
-def _ours() -> Path:
+def _own_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"hookstats-{os.getuid()}"
 
 
@@ -76,8 +76,8 @@ def ring_of(folder: Path, attempt: int, told: str) -> Path:
     here, there = folder / f"{RING}{attempt:04d}", Path(told)
     if here.exists() or not told or not there.exists():
         return here
-    if there.name != here.name or there.parent.parent != _ours() or ".." in there.parts:
-        raise ValueError(f"{folder}: expected the ring {here.name} in it, or in {_ours()}, got {told[:300]!r}")
+    if there.name != here.name or there.parent.parent != _own_folder() or ".." in there.parts:
+        raise ValueError(f"{folder}: expected the ring {here.name} in it, or in {_own_folder()}, got {told[:300]!r}")
     return there
 
 

@@ -19,7 +19,7 @@ from hookstats.records.arrays import to_arrow, to_numpy
 from hookstats.records.attempts import Attempt, attempts_in
 from hookstats.records.errors import NO_STEP, Damaged, RunError, tell_once
 from hookstats.records.files import read_json
-from hookstats.records.parts import Footer, Name, checked, list_parts, read_footer
+from hookstats.records.parts import Footer, Name, list_parts, raise_damaged, read_footer
 from hookstats.records.schema import SCHEMAS
 
 _AT_ONCE = 4 << 20  # bytes of row groups, of all their columns
@@ -78,10 +78,10 @@ class Reader:
             try:
                 return self._table(table, columns, chosen)
             except FileNotFoundError:
-                self.look()
+                self.list_again()
         raise RunError(f"{self.folder / table}: expected files that stay for as long as they are read")
 
-    def look(self) -> None:
+    def list_again(self) -> None:
         """List the files again: some were merged."""
         self.listed = list_parts(self.folder)
 
@@ -95,7 +95,7 @@ class Reader:
                     leave_out(error)
         return pa.concat_tables(read)
 
-    def covered(self, table: str, steps: Counts, attempts: Counts) -> NDArray[np.bool_]:
+    def find_covered(self, table: str, steps: Counts, attempts: Counts) -> NDArray[np.bool_]:
         """Tell for each step whether a file has its rows, as far as the footer says."""
         found = np.zeros(len(steps), bool)
         for name in self.listed.counting[table]:
@@ -127,7 +127,7 @@ class Reader:
         metadata, path = self.footer(table, name).metadata, self.folder / table / str(name)
         keys = [*(["step"] if chosen.steps else []), *(["site"] if chosen.sites is not None else [])]
         needed = list(dict.fromkeys([*columns, *keys]))
-        with checked(path):
+        with raise_damaged(path):
             options = {"metadata": metadata, "page_checksum_verification": True, "pre_buffer": False}
             with pq.ParquetFile(path, **options) as file:
                 for few in _portions(metadata, chosen.groups(metadata)):

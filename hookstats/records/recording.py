@@ -119,7 +119,7 @@ class Recording:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         judges = {"rules": rules, "sinks": self._sinks}
         self._writer = WriterProcess(self._folder, self._attempt, self._wake, judges, self._tell)
-        self._thinning = Thinning(settings.get("every"), self._tell_behind)
+        self._thinning = Thinning(settings.get("every"), self._warn_behind)
         self._send_last: Callable[[], Callable[[], object] | None] = lambda: None
         self._exits = Exits()
         atexit.register(self._at_exit)
@@ -143,7 +143,7 @@ class Recording:
                     "detach its monitor, or choose another directory"
                 )
 
-    def _tell_hidden(self, first: int) -> None:
+    def _warn_hidden(self, first: int) -> None:
         """Say at the first step of this attempt which steps of earlier ones it hides."""
         before, self._before = self._before, None
         if before is not None and before >= first:
@@ -174,7 +174,7 @@ class Recording:
         """Send scalars early. If there is no room, the next step brings them. The writer is not woken for so little."""
         self._exits.forget()
         if self._ring is not None:
-            self._ring.write(wire.EARLY, wire.of_given(given, 0.0))
+            self._ring.write(wire.EARLY, wire.encode_given(given, 0.0))
 
     def _try(self, take: Callable[[], None]) -> None:
         if os.getpid() != self._pid:
@@ -193,14 +193,14 @@ class Recording:
     def _take_given(self, given: Given) -> None:
         """Take what came with steps that are not measured; it waits where the ring has no room."""
         self._given.add(given, _MOST_GIVEN)
-        self._send_given(self._opened(wire.of_given(self._given, 0.0)))
+        self._send_given(self._open_ring(wire.encode_given(self._given, 0.0)))
         os.eventfd_write(self._wake, 1)
 
     def _send_given(self, ring: Ring) -> None:
-        if ring.write(wire.GIVEN, wire.of_given(self._given, time.time())):
+        if ring.write(wire.GIVEN, wire.encode_given(self._given, time.time())):
             self._given = Given({}, {})
 
-    def _opened(self, pieces: Sequence[NDArray[Any]]) -> Ring:
+    def _open_ring(self, pieces: Sequence[NDArray[Any]]) -> Ring:
         """Return the ring, with room for several of the first records, and make sure that a writer reads it."""
         if self._ring is None:
             length = sum(piece.nbytes for piece in pieces)
@@ -210,27 +210,27 @@ class Recording:
 
     def _take(self, frame: StepFrame) -> None:
         self._exits.forget()
-        self._tell_hidden(min([frame.step, *frame.earlier_scalars]))
-        pieces = wire.of_step(frame, self._sites.get(frame.sites, self._sites_sent))
+        self._warn_hidden(min([frame.step, *frame.earlier_scalars]))
+        pieces = wire.encode_step(frame, self._sites.get(frame.sites, self._sites_sent))
         length = sum(piece.nbytes for piece in pieces)
-        ring = self._opened(pieces)
+        ring = self._open_ring(pieces)
         is_kept = self._thinning.keeps(ring)
         if not ring.fits(length):
             self._drop(ring, frame, f"a step of {length} bytes is more than half of it: pass ring_bytes={4 * length}")
-        elif not (is_kept and self._written(ring, frame.sites, pieces)):
+        elif not (is_kept and self._write_step(ring, frame.sites, pieces)):
             self._drop(ring, frame)
         os.eventfd_write(self._wake, 1)
 
-    def _written(self, ring: Ring, sites: Sites, pieces: Sequence[NDArray[Any]]) -> bool:
+    def _write_step(self, ring: Ring, sites: Sites, pieces: Sequence[NDArray[Any]]) -> bool:
         if any(self._given):  # of steps that were dropped before this one
             self._send_given(ring)
-        return self._known(ring, sites) and ring.write(wire.STEP, pieces)
+        return self._send_sites(ring, sites) and ring.write(wire.STEP, pieces)
 
-    def _known(self, ring: Ring, sites: Sites) -> bool:
+    def _send_sites(self, ring: Ring, sites: Sites) -> bool:
         """Sends sites that are new. False: there is no room for them."""
         if sites in self._sites:
             return True
-        if not ring.write(wire.SITES, wire.of_sites(self._sites_sent, sites)):
+        if not ring.write(wire.SITES, wire.encode_sites(self._sites_sent, sites)):
             return False
         self._sites[sites] = self._sites_sent
         self._sites_sent += 1
@@ -248,7 +248,7 @@ class Recording:
             return
         self._thinning.left_out(ring)
 
-    def _tell_behind(self, advice: str) -> None:
+    def _warn_behind(self, advice: str) -> None:
         self._tell(
             "behind",
             f"the writer of {self.path} falls behind: steps come faster than they are written, and some are left out, "
@@ -284,7 +284,7 @@ class Recording:
         if ring is not None and not self._reaches(ring, "judged", ring.written, timeout, 0.002):
             raise RuntimeError(f"expected a verdict on every closed step, but the recording of {self.path} stopped")
 
-    def written(self, timeout: float) -> Path:
+    def wait_until_written(self, timeout: float) -> Path:
         """Return the run's directory as soon as all that was taken is in its tables. TimeoutError.
 
         Where recording has stopped, what came before is there.
@@ -340,8 +340,8 @@ class Recording:
             self._send_given(ring)
         self._thinning.left_out(ring, 1)
         if overhead is not None:
-            ring.write(wire.OVERHEAD, wire.of_overhead(overhead))
-        self._ended(ending)
+            ring.write(wire.OVERHEAD, wire.encode_overhead(overhead))
+        self._end_recording(ending)
         if ring.dropped:
             timeout = min(timeout, _BEHIND_SECONDS)
         end = time.monotonic() + timeout
@@ -383,11 +383,11 @@ class Recording:
                 f"nothing is recorded into {self.path}: monitor.step() was never called, or no step that it measured "
                 "has arrived; call it at the end of each training step, and monitor.detach() at the end of training",
             )
-        self._ended(self._exits.ending())
+        self._end_recording(self._exits.describe_ending())
         self._signals.end()
         self._stopped = True
 
-    def _ended(self, ending: str) -> None:
+    def _end_recording(self, ending: str) -> None:
         """No further step will come: the writer ends when the ring is empty."""
         if self._ring is not None and os.getpid() == self._pid and not self._ring.failed:
             self._ring.close(ending)
@@ -399,7 +399,7 @@ class Recording:
     def _stop(self, why: str) -> None:
         self._stopped = True
         with suppress(OSError):
-            self._ended("closed: recording stopped before training did")
+            self._end_recording("closed: recording stopped before training did")
         self._tell("stop", f"recording into {self.path} stopped, training goes on: {why}")
 
 

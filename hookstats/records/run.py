@@ -21,11 +21,11 @@ from hookstats.records import timeline
 from hookstats.records.arrays import to_arrow, to_numpy
 from hookstats.records.errors import RunError
 from hookstats.records.findings import read_findings
-from hookstats.records.places import no_run
+from hookstats.records.places import explain_missing_run
 from hookstats.records.reading import Chosen, Reader
 from hookstats.records.schema import SCHEMAS, names_of
 from hookstats.records.snapshots import Snapshots, lists
-from hookstats.rules import Finding, Function, Rule, defaults, head, judge, story, without_declared
+from hookstats.rules import Finding, Function, Rule, defaults, drop_declared, head, judge, story
 
 if TYPE_CHECKING:
     import pandas
@@ -68,7 +68,7 @@ def load(
     needed = f"rank={0 if ranks == 'merged' else ranks}"
     if needed not in names:
         if not names:
-            raise RunError(no_run(Path(path)))
+            raise RunError(explain_missing_run(Path(path)))
         raise RunError(f"{path}: expected the directory of a run, with {needed} in it; got {names}")
     if ranks == "merged":
         return MergedRun(folders, sites, steps, statistics)
@@ -90,7 +90,7 @@ class Run:
         self._statistics = _statistics(statistics)
         self._has_all_steps = steps is None
         self._slice = steps if isinstance(steps, slice) else None
-        self._choose(_matching(self._reader.sites, sites), _rows(self._timeline.step, steps))
+        self._choose(_match_sites(self._reader.sites, sites), _rows(self._timeline.step, steps))
 
     def _choose(self, sites: set[Site] | None, rows: list[int]) -> None:
         self._chosen_sites, self._rows = sites, rows
@@ -143,7 +143,7 @@ class Run:
         scaler's scale.
         """
         columns = ["step", "time", "attempt", "site", "place", "order", "calls", *self._statistics]
-        found, _ = self._snapshots.ordered("totals", columns, self._rows)
+        found, _ = self._snapshots.read_ordered("totals", columns, self._rows)
         named = names_of(self._reader.sites, to_numpy(found["site"]))
         shown = ["step", "time", "attempt", "site", *named, "order", "calls", *self._statistics]
         return pa.Table.from_arrays([named[name] if name in named else found[name] for name in shown], shown)
@@ -211,7 +211,7 @@ class Run:
             finding
             for finding in found
             if not self._timeline.is_replaced(finding.step, finding.attempt)
-            and (self._has_all_steps or self._judged_with(finding.step) in numbers)
+            and (self._has_all_steps or self._find_judged_step(finding.step) in numbers)
             and (self._chosen_sites is None or finding.site is None or self._chosen_sites.intersection(finding.sites))
         ]
 
@@ -226,10 +226,10 @@ class Run:
             for attempt in self.attempts:
                 declared = attempt["settings"].get("options", {}).get("laws", {})
                 laws |= {name: False for name, holds in declared.items() if not holds}
-            rules = without_declared(defaults(), laws)
+            rules = drop_declared(defaults(), laws)
         return judge(self, rules)
 
-    def _judged_with(self, step: int) -> int:
+    def _find_judged_step(self, step: int) -> int:
         """Return the recorded step with which a step was judged: itself, or the next one that was measured."""
         at = int(np.searchsorted(self._timeline.step, step))
         return int(self._timeline.step[at]) if at < len(self._timeline.step) else step
@@ -298,8 +298,8 @@ class MergedRun(Run):
         self._has_all_steps = steps is None
         self._slice = steps if isinstance(steps, slice) else None
         known = list(dict.fromkeys(site for rank in self._ranks for site in rank._reader.sites))
-        self._known, self._chosen_sites = known, _matching(known, sites)
-        numbered = [_numbered(rank._timeline) for rank in self._ranks]
+        self._known, self._chosen_sites = known, _match_sites(known, sites)
+        numbered = [_list_keys(rank._timeline) for rank in self._ranks]
         common = set.intersection(*map(set, numbered))
         shared = np.array([row for row, key in enumerate(numbered[0]) if key in common], np.int64)
         self._rows = shared[_rows(first._timeline.step[shared], steps)].tolist()
@@ -353,7 +353,7 @@ class MergedRun(Run):
         rows = defaultdict[tuple[int, int, str], list[int]](list)
         for row, key in enumerate(zip(*(table[name].to_pylist() for name in ("step", "attempt", "name")), strict=True)):
             rows[key].append(row)
-        numbered, measured, values = _numbered(self._timeline), to_numpy(table["measured"]), to_numpy(table["value"])
+        numbered, measured, values = _list_keys(self._timeline), to_numpy(table["measured"]), to_numpy(table["value"])
         shared = {numbered[row] for row in self._rows}
         chosen = [same for key, same in rows.items() if key[:2] in shared or not measured[same[0]]]
         chosen.sort(key=lambda same: int(table["step"][same[0]].as_py()))
@@ -366,7 +366,7 @@ class MergedRun(Run):
         return np.concatenate(found) if found else None
 
 
-def _numbered(of: timeline.Timeline) -> list[tuple[int, int]]:
+def _list_keys(of: timeline.Timeline) -> list[tuple[int, int]]:
     """Step and attempt, of each."""
     return list(zip(of.step.tolist(), of.attempt.tolist(), strict=True))
 
@@ -378,7 +378,7 @@ def _statistics(names: Sequence[str] | None) -> list[str]:
     return list(STATISTICS if names is None else dict.fromkeys(names))
 
 
-def _matching(known: list[Site], chosen: Sites) -> set[Site] | None:
+def _match_sites(known: list[Site], chosen: Sites) -> set[Site] | None:
     if chosen is None:
         return None
     wanted: set[Site] = set()

@@ -93,7 +93,7 @@ _COLUMNS: dict[str, dict[str, pa.DataType]] = {
 SCHEMAS = {table: pa.schema(list(columns.items())) for table, columns in _COLUMNS.items()}
 
 
-def plain(text: str) -> str:
+def escape_surrogates(text: str) -> str:
     """UTF-8 has no lone surrogates; where a name has one, tables show it escaped, and sites.json has it as it is."""
     return text.encode("utf-8", "backslashreplace").decode()
 
@@ -102,7 +102,7 @@ def names_of(sites: list[Site], ids: NDArray[Any]) -> dict[str, pa.Array]:
     """Return the columns name and tensor of sites with these numbers."""
     columns = {}
     for part in Site._fields:
-        names = [plain(getattr(site, part)) for site in sites]
+        names = [escape_surrogates(getattr(site, part)) for site in sites]
         place = {name: i for i, name in enumerate(dict.fromkeys(names))}
         codes = np.array([place[name] for name in names], np.int32)[ids]
         distinct = from_list(list(place), pa.string())
@@ -111,7 +111,7 @@ def names_of(sites: list[Site], ids: NDArray[Any]) -> dict[str, pa.Array]:
 
 
 @cache
-def written(table: str) -> pa.Schema:
+def make_writer_schema(table: str) -> pa.Schema:
     """Return the schema for the writer: strings of sites as dictionaries, which Parquet stores as plain strings."""
     schema = SCHEMAS[table]
     if "site" not in schema.names:

@@ -12,7 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from hookstats.numbers.fields import FIELDS, Array, Counts, histogram_shape
-from hookstats.numbers.frame import Memory, Sites, StepFrame, block_of
+from hookstats.numbers.frame import LazyBlocks, Sites, StepFrame, block_of
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.records.arrays import is_null, to_arrow, to_numpy
 from hookstats.records.errors import LeftOut
@@ -51,19 +51,19 @@ class Snapshots:
         scalars = self.table("scalars", ["step", "name", "value"], rows)
         samples = self.table("samples", ["step", "ids"], rows)
         at = self._timeline.step[rows], self._timeline.attempt[rows]
-        is_detailed = self._reader.covered("details", *at)
+        is_detailed = self._reader.find_covered("details", *at)
         for i, row in enumerate(rows):
             if self._sites is not None or len(totals[i]) == self._timeline.columns["sites"][row]:
                 frame = self._frame(row, totals[i], bool(is_detailed[i]))
-                yield Snapshot(replace(frame, **self._given(row, scalars[i], samples[i])))
+                yield Snapshot(replace(frame, **self._read_given(row, scalars[i], samples[i])))
 
     def table(self, table: str, columns: Sequence[str], rows: Sequence[int]) -> list[pa.Table]:
-        """Return the rows of each of these steps, as `ordered` has them."""
-        found, of = self.ordered(table, columns, rows)
+        """Return the rows of each of these steps, as `read_ordered` has them."""
+        found, of = self.read_ordered(table, columns, rows)
         begins, ends = (np.searchsorted(of, list(rows), side=side) for side in ("left", "right"))
         return [found.slice(begin, end - begin) for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
 
-    def ordered(self, table: str, columns: Sequence[str], rows: Sequence[int]) -> tuple[pa.Table, Counts]:
+    def read_ordered(self, table: str, columns: Sequence[str], rows: Sequence[int]) -> tuple[pa.Table, Counts]:
         """Return the rows of these steps, by step, then of totals by place, of the others as they were recorded.
 
         And of each row, the step's row of the timeline.
@@ -79,7 +79,7 @@ class Snapshots:
         order = order[np.isin(of[order], rows)]
         return found.take(to_arrow(order, pa.int64())), of[order]
 
-    def _given(self, row: int, scalars: pa.Table, samples: pa.Table) -> dict[str, Any]:
+    def _read_given(self, row: int, scalars: pa.Table, samples: pa.Table) -> dict[str, Any]:
         """Return what came with a step, as a StepFrame has it."""
         of_step = {name: values[row] for name, values in self._timeline.columns.items()}
         named: dict[int, dict[str, float]] = {}
@@ -135,7 +135,7 @@ class Snapshots:
         )
         return StepFrame(
             sites,
-            Memory(3, read),
+            LazyBlocks(3, read),
             calls.astype(np.int64),
             fired[np.argsort(order[fired])],
             to_numpy(totals["scale"]),

@@ -25,7 +25,7 @@ from hookstats.records.attempts import Attempt, end_attempt, is_training, read_a
 from hookstats.records.errors import Damaged, RunError
 from hookstats.records.parts import Name, OpenPart, list_parts, read_footer
 from hookstats.records.reading import Chosen, Reader, read_sites
-from hookstats.records.schema import FLUSH, LISTS, ROW_GROUP, SCHEMAS, names_of, written
+from hookstats.records.schema import FLUSH, LISTS, ROW_GROUP, SCHEMAS, make_writer_schema, names_of
 
 FAN_IN = 4  # files that become one
 LARGE = 16 << 20  # bytes: such a file is not made larger, so that one step is not spread over the whole run
@@ -44,8 +44,8 @@ class Store:
     """Opens or makes the directory of a rank. One process at a time may have it open: who writes holds a lock.
 
     OSError from any method: nothing of the open commit has come to count, and this object is done for; a new Store on
-    the same directory begins with what was committed, which `consumed` says. SchemaError for another version's run.
-    ``set_aside``: what could not be read, with the reason.
+    the same directory begins with what was committed, which `read_consumed` says. SchemaError for another version's
+    run. ``set_aside``: what could not be read, with the reason.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -158,20 +158,20 @@ class Store:
         turn, last = max(reached, default=(1, None))
         return Progress(max(each.consumed for each in found), max(each.records for each in found), turn, last)
 
-    def consumed(self, attempt: int) -> int:
+    def read_consumed(self, attempt: int) -> int:
         """Return the position in the attempt's ring up to which all is committed; 0 for an attempt not begun."""
         return self._progress_of(attempt).consumed
 
     def add(self, frame: StepFrame) -> None:
         """A step, which counts with the next `commit`. What is kept of it is copied."""
-        attempt = self._begun()
+        attempt = self._require_attempt()
         for site in dict.fromkeys(site for site in [*frame.sites, *frame.skipped] if site not in self._id_of):
             self._id_of[site] = len(self._sites)
             self._sites.append(site)
         ids: Counts = np.array([self._id_of[site] for site in frame.sites], np.int64)
         record = self._progress.records + self._added
         key = encoding.Key(frame.step, round(frame.time * 1e6), attempt.attempt, record)
-        self._hold(encoding.of_step(frame, key, ids), [frame.step, *frame.earlier_scalars, *frame.sample_ids])
+        self._hold(encoding.encode_step(frame, key, ids), [frame.step, *frame.earlier_scalars, *frame.sample_ids])
         self._added += 1
 
     def add_given(self, given: Given, time: float) -> None:
@@ -179,8 +179,8 @@ class Store:
 
         time: when it came, in seconds since the epoch.
         """
-        key = encoding.Key(0, round(time * 1e6), self._begun().attempt, -1)
-        self._hold(encoding.of_given(given, key), [*given.scalars, *given.sample_ids])
+        key = encoding.Key(0, round(time * 1e6), self._require_attempt().attempt, -1)
+        self._hold(encoding.encode_given(given, key), [*given.scalars, *given.sample_ids])
 
     def _hold(self, pieces: Iterable[encoding.Piece], numbers: list[int]) -> None:
         """Keep columns until there are many of them. numbers: of their steps."""
@@ -206,14 +206,14 @@ class Store:
             self._open[table] = OpenPart(self.folder / table, table)
         return self._open[table]
 
-    def _begun(self) -> Attempt:
+    def _require_attempt(self) -> Attempt:
         if self._attempt is None:
             raise RuntimeError("expected begin(attempt, settings) before this")
         return self._attempt
 
     def commit(self, consumed: int) -> None:
         """Make all that was added count, with the ring consumed up to here; or, with an OSError, nothing of it."""
-        attempt, before = self._begun(), self._progress
+        attempt, before = self._require_attempt(), self._progress
         for table in SCHEMAS:
             self._flush(table)
         if not self._numbers:
@@ -239,10 +239,10 @@ class Store:
 
         told: what else is to stand in its settings.
         """
-        if attempt != self._begun().attempt:
-            raise ValueError(f"expected the attempt that was begun, {self._begun().attempt}; got {attempt}")
+        if attempt != self._require_attempt().attempt:
+            raise ValueError(f"expected the attempt that was begun, {self._require_attempt().attempt}; got {attempt}")
         self.commit(self._progress.consumed)
-        end_attempt(self.folder, self._begun(), how, dropped, told or {})
+        end_attempt(self.folder, self._require_attempt(), how, dropped, told or {})
         self._attempt = None
 
     def merge(self, between: Callable[[], object] = lambda: None) -> bool:
@@ -276,7 +276,7 @@ class Store:
             return
         merged = OpenPart(self.folder / table, table, "merged")
         try:
-            for rows in self._merged_rows(table, names):
+            for rows in self._merge_rows(table, names):
                 merged.write(rows)
                 between()
             merged.close(max(each.consumed for each in told), max(each.records for each in told))
@@ -292,14 +292,14 @@ class Store:
             (self.folder / table / str(name)).unlink()
         pa.default_memory_pool().release_unused()
 
-    def _merged_rows(self, table: str, names: list[Name]) -> Iterator[pa.Table]:
+    def _merge_rows(self, table: str, names: list[Name]) -> Iterator[pa.Table]:
         """Totals sorted by site and step, some sites at a time; the others one file after another."""
         reader, names_only = Reader(self.folder), {*Site._fields} if "site" in SCHEMAS[table].names else set()
         columns = [name for name in SCHEMAS[table].names if name not in names_only]
         if table != "totals":
             for name in names:
                 for rows in reader.pieces(table, name, columns):
-                    yield self._named(table, rows)
+                    yield self._add_names(table, rows)
             return
         count = sum(reader.footer(table, name).metadata.num_rows for name in names)
         several = max(1, FAN_IN * ROW_GROUP * len(self._sites) // count)  # of each file about a row group
@@ -308,10 +308,10 @@ class Store:
             rows = pa.concat_tables([reader.part(table, name, columns, chosen) for name in names])
             if len(rows):
                 sorting = np.lexsort([to_numpy(rows[key]) for key in ("record", "step", "site")])
-                yield self._named(table, rows.take(to_arrow(sorting, pa.int64())))
+                yield self._add_names(table, rows.take(to_arrow(sorting, pa.int64())))
 
-    def _named(self, table: str, rows: pa.Table) -> pa.Table:
-        schema = written(table)
+    def _add_names(self, table: str, rows: pa.Table) -> pa.Table:
+        schema = make_writer_schema(table)
         columns = {name: rows[name] for name in rows.column_names}
         if "site" in columns:
             columns |= names_of(self._sites, to_numpy(rows["site"]))

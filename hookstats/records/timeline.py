@@ -55,17 +55,17 @@ class Timeline:
         came twice, the later counts.
         """
         step, attempt, record = (to_numpy(table[name]) for name in ("step", "attempt", "record"))
-        return _counting(step, attempt, record, self.begun)
+        return _select_counting(step, attempt, record, self.begun)
 
 
 def read(reader: Reader) -> Timeline:
     table = reader.table("steps", SCHEMAS["steps"].names, Chosen())
     begun = dict(reader.listed.begun)
     attempt, record, step, sites = (to_numpy(table[name]) for name in ("attempt", "record", "step", "sites"))
-    whole = (sites == 0) | reader.covered("totals", step, attempt)
+    whole = (sites == 0) | reader.find_covered("totals", step, attempt)
     order = np.lexsort((record, attempt))
     order = order[whole[order]]
-    chosen = order[_counting(step[order], attempt[order], record[order], begun)]
+    chosen = order[_select_counting(step[order], attempt[order], record[order], begun)]
     rest = [name for name in SCHEMAS["steps"].names if name not in ("step", "attempt", "record", "time")]
     columns = {name: table[name].take(to_arrow(chosen, pa.int64())).to_pylist() for name in rest}
     bins = [None if text is None else _bins(text) for text in columns["histogram"]]
@@ -74,7 +74,7 @@ def read(reader: Reader) -> Timeline:
     return Timeline(step[chosen], time[chosen], attempt[chosen], record[chosen], columns, bins, begun, recorded)
 
 
-def _counting(step: Counts, attempt: Counts, record: Counts, begun: dict[int, int]) -> Counts:
+def _select_counting(step: Counts, attempt: Counts, record: Counts, begun: dict[int, int]) -> Counts:
     """Return the rows that count, by step, in the order in which they are given.
 
     What an attempt recorded from the step on with which a higher one began does not count, also where the higher one

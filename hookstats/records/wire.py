@@ -30,7 +30,7 @@ def _read_as(what: str) -> Iterator[None]:
         raise RingError(f"expected {what}, got {type(error).__name__}: {str(error)[:300]}") from None
 
 
-def of_sites(number: int, sites: Sites) -> list[NDArray[Any]]:
+def encode_sites(number: int, sites: Sites) -> list[NDArray[Any]]:
     return [_text({"number": number, **sites.to_json()})]
 
 
@@ -59,7 +59,7 @@ def about_from(told: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def of_step(frame: StepFrame, sites: int) -> list[NDArray[Any]]:
+def encode_step(frame: StepFrame, sites: int) -> list[NDArray[Any]]:
     """Return the pieces of a record, the blocks where they are. sites: the number of its sites."""
     told = {
         "sites": sites,
@@ -67,7 +67,7 @@ def of_step(frame: StepFrame, sites: int) -> list[NDArray[Any]]:
         "time": frame.time,
         "scalars": frame.scalars,
         "earlier_scalars": list(frame.earlier_scalars.items()),
-        "sample_ids": _counted(frame.sample_ids),
+        "sample_ids": _count_ids(frame.sample_ids),
         "fired": len(frame.order),
         **about(frame),
     }
@@ -76,19 +76,19 @@ def of_step(frame: StepFrame, sites: int) -> list[NDArray[Any]]:
     return [*_text_before(told), *ids, frame.calls, frame.order, *blocks]
 
 
-def of_overhead(overhead: Mapping[str, float]) -> list[NDArray[Any]]:
+def encode_overhead(overhead: Mapping[str, float]) -> list[NDArray[Any]]:
     return [_text({name: value for name, value in overhead.items() if math.isfinite(value)})]
 
 
-def of_given(given: Given, time: float) -> list[NDArray[Any]]:
+def encode_given(given: Given, time: float) -> list[NDArray[Any]]:
     """Return the pieces for steps that are not recorded. time: now, in seconds since the epoch."""
-    told = {"time": time, "scalars": list(given.scalars.items()), "sample_ids": _counted(given.sample_ids)}
+    told = {"time": time, "scalars": list(given.scalars.items()), "sample_ids": _count_ids(given.sample_ids)}
     return [*_text_before(told), *given.sample_ids.values()]
 
 
 @_read_as("what was given with steps")
-def given_from(payload: NDArray[np.uint8]) -> tuple[Given, float]:
-    """Read what `of_given` made. RingError for anything else."""
+def decode_given(payload: NDArray[np.uint8]) -> tuple[Given, float]:
+    """Read what `encode_given` made. RingError for anything else."""
     told, numbers = _text_and_numbers(payload)
     ids, left = _ids_by_step(told["sample_ids"], numbers)
     if left.size:
@@ -100,7 +100,7 @@ def _by_step(told: Any) -> dict[int, dict[str, float]]:
     return {int(step): _numbers(scalars) for step, scalars in told}
 
 
-def _counted(sample_ids: Mapping[int, Counts]) -> list[Any]:
+def _count_ids(sample_ids: Mapping[int, Counts]) -> list[Any]:
     """Count the ids of each step; they themselves come after the text, because JSON of so many takes its time."""
     return [[step, len(ids)] for step, ids in sample_ids.items()]
 
@@ -120,21 +120,21 @@ def _numbers(told: Any) -> dict[str, float]:
 
 
 @_read_as("what hookstats took")
-def overhead_from(text: bytes) -> dict[str, float]:
-    """Read what `of_overhead` made. RingError for anything else."""
+def decode_overhead(text: bytes) -> dict[str, float]:
+    """Read what `encode_overhead` made. RingError for anything else."""
     return _numbers(json.loads(text))
 
 
 @_read_as("sites")
-def sites_from(text: bytes) -> tuple[int, Sites]:
-    """Read what `of_sites` made. RingError for anything else."""
+def decode_sites(text: bytes) -> tuple[int, Sites]:
+    """Read what `encode_sites` made. RingError for anything else."""
     told = json.loads(text)
     return int(told["number"]), Sites.from_json(told)
 
 
 @_read_as("a step")
-def step_from(payload: NDArray[np.uint8], known: Mapping[int, Sites]) -> StepFrame:
-    """Read what `of_step` made; the blocks stay where they are. RingError for anything else."""
+def decode_step(payload: NDArray[np.uint8], known: Mapping[int, Sites]) -> StepFrame:
+    """Read what `encode_step` made; the blocks stay where they are. RingError for anything else."""
     told, numbers = _text_and_numbers(payload)
     sites, fired = known[told["sites"]], int(told["fired"])
     sample_ids, numbers = _ids_by_step(told["sample_ids"], numbers)

@@ -25,11 +25,11 @@ from hookstats.numbers.given import Given
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.records import wire
 from hookstats.records.attempts import Attempt, is_training, open_attempts, path_of, read_attempt
-from hookstats.records.endings import end_of_the_dead
+from hookstats.records.endings import describe_death
 from hookstats.records.errors import Damaged
 from hookstats.records.files import DAMAGED, NO_LINK, write_whole
 from hookstats.records.findings import Findings
-from hookstats.records.places import RING, no_run, ring_of
+from hookstats.records.places import RING, explain_missing_run, ring_of
 from hookstats.records.ring import Ring, RingError
 from hookstats.records.store import Store
 from hookstats.rules import Finding, Function, Judge, Rule, is_ours, rule_from_json
@@ -68,11 +68,11 @@ class Intake:
         self._store = store
         store.begin(attempt.attempt, attempt.settings)
         self._sites = KnownSites(_sites_path(self.ring_path))
-        self._position = self._safe = max(self.ring.tail, store.consumed(attempt.attempt))
+        self._position = self._safe = max(self.ring.tail, store.read_consumed(attempt.attempt))
         self.ring.tail = self._position
         self._sinks = [from_spec(spec) for spec in judges["sinks"]]
         self._rank = int(attempt.settings.get("rank", 0))
-        self._judge = _judge_after(
+        self._judge = _resume_judge(
             folder, [rule_from_json(rule) for rule in judges["rules"]], self._rank, attempt.attempt
         )
         self._findings = Findings(folder)
@@ -104,15 +104,15 @@ class Intake:
         for record in self.ring.read(self._position):
             came = True
             if record.kind == wire.EARLY:
-                self._early.add(wire.given_from(record.payload)[0], _MOST_WAITING)
+                self._early.add(wire.decode_given(record.payload)[0], _MOST_WAITING)
             elif record.kind == wire.SITES:
                 self._sites.add(record.payload.tobytes())
             elif record.kind == wire.OVERHEAD:
-                self._told["overhead"] = wire.overhead_from(record.payload.tobytes())
+                self._told["overhead"] = wire.decode_overhead(record.payload.tobytes())
             elif record.kind == wire.GIVEN:
-                self._take_given(*wire.given_from(record.payload))
+                self._take_given(*wire.decode_given(record.payload))
             else:
-                self._take(record.number, wire.step_from(record.payload, self._sites.known))
+                self._take(record.number, wire.decode_step(record.payload, self._sites.known))
             self._position = record.end
             if not any(self._early):
                 self._safe = record.end
@@ -130,7 +130,7 @@ class Intake:
             earlier = frame.earlier_scalars.items()
             frame.earlier_scalars = {step: named for step, named in earlier if step not in self._written_early}
             self._written_early = set()
-        found = [replace(each, rank=self._rank, attempt=self.attempt.attempt) for each in self._judged_now(frame)]
+        found = [replace(each, rank=self._rank, attempt=self.attempt.attempt) for each in self._judge_step(frame)]
         if number >= self.ring.fed:
             self.ring.fed = number + 1
             found += self._feed(frame, found)
@@ -138,7 +138,7 @@ class Intake:
             self.ring.findings = self._findings.add(found)
         self._store.add(frame)
 
-    def _judged_now(self, frame: StepFrame) -> list[Finding]:
+    def _judge_step(self, frame: StepFrame) -> list[Finding]:
         """Judge a step, with what came without a step since the one before."""
         own = Given(frame.earlier_scalars, frame.sample_ids)
         frame.earlier_scalars = {**self._waiting.scalars, **own.scalars}
@@ -206,7 +206,7 @@ class Intake:
         for sink in self._sinks:
             with suppress(Exception):
                 sink.close()
-        ended = self.ring.ending if self.ring.closed else end_of_the_dead(self.attempt.noted)
+        ended = self.ring.ending if self.ring.closed else describe_death(self.attempt.noted)
         torn = "; the end of its ring was torn, and is lost" if is_torn else ""
         self._store.finish(self.attempt.attempt, ended + torn, self.ring.dropped, self._told)
         tidy(self.ring_path)
@@ -225,7 +225,7 @@ class KnownSites:
                 self.add(text)
 
     def add(self, text: bytes) -> None:
-        number, self.known[number] = wire.sites_from(text)
+        number, self.known[number] = wire.decode_sites(text)
         self._texts[number] = text.decode().strip()
         self._is_kept = False
         if len(self.known) > 2 * KNOWN_SITES:
@@ -239,7 +239,7 @@ class KnownSites:
 
 
 @contextmanager
-def locked(folder: Path, seconds: float) -> Iterator[None]:
+def hold_lock(folder: Path, seconds: float) -> Iterator[None]:
     """Hold the lock of a folder, into which one process writes. TimeoutError if another one holds it for so long."""
     end = time.monotonic() + seconds
     while True:
@@ -258,7 +258,7 @@ def locked(folder: Path, seconds: float) -> Iterator[None]:
         lock.close()
 
 
-def _judge_after(folder: Path, rules: Sequence[Rule | Function], rank: int, attempt: int) -> Judge:
+def _resume_judge(folder: Path, rules: Sequence[Rule | Function], rank: int, attempt: int) -> Judge:
     """Make a judge that goes on with what the rules remembered at the last commit, if that can be read."""
     judge = Judge(rules, rank, attempt)
     try:
@@ -311,17 +311,17 @@ def _drain_left(store: Store, folder: Path, number: int) -> bool:
     try:
         intake = Intake(store, folder, attempt)
     except FileNotFoundError:
-        if store.consumed(number):  # it died when its ring was written, and taken away
+        if store.read_consumed(number):  # it died when its ring was written, and taken away
             store.begin(number, {})
-            store.finish(number, end_of_the_dead(attempt.noted))
+            store.finish(number, describe_death(attempt.noted))
         else:  # before its first step
             path_of(folder, number).unlink(missing_ok=True)
-            end_of_the_dead(attempt.noted)
+            describe_death(attempt.noted)
         return False
     except RingError as error:
         _keep_ring(folder, ring_of(folder, number, attempt.ring), error)
         store.begin(number, {})
-        store.finish(number, f"{end_of_the_dead(attempt.noted)}; its ring cannot be read")
+        store.finish(number, f"{describe_death(attempt.noted)}; its ring cannot be read")
         return True
     if intake.is_training():
         raise RuntimeError(f"{folder}: expected that training has ended, but process {attempt.pid} records into it")
@@ -350,10 +350,10 @@ def recover(path: str | os.PathLike[str]) -> dict[str, list[int]]:
     """
     folders = sorted(folder for folder in Path(path).glob("rank=*") if folder.is_dir())
     if not folders:
-        raise ValueError(no_run(Path(path)))
+        raise ValueError(explain_missing_run(Path(path)))
     found = {}
     for folder in folders:
-        with locked(folder, 2.0), closing(Store(folder)) as store:
+        with hold_lock(folder, 2.0), closing(Store(folder)) as store:
             store.check_rows()
             found[folder.name] = drain_left(store, folder)
             for error in store.set_aside:
@@ -365,7 +365,7 @@ def run(folder: Path, number: int, wake: int, judges: Mapping[str, Any]) -> None
     """Write until the training process has ended, and its ring is empty."""
     ring = Ring(Path(read_attempt(folder, number).ring))
     try:
-        with locked(folder, _LOCK_SECONDS):
+        with hold_lock(folder, _LOCK_SECONDS):
             attempt = read_attempt(folder, number)
             _drain_others(folder, number)
             with closing(Store(folder)) as store:

@@ -56,7 +56,7 @@ class WriterProcess:
 
     @property
     def pid(self) -> int | None:
-        """None: it was not started."""
+        """The process number of the writer; None: it was not started."""
         return None if self._process is None else self._process.pid
 
     @property

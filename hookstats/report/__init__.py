@@ -11,7 +11,7 @@ from hookstats.records.files import write_whole
 from hookstats.report import plotting
 from hookstats.report.page import Shown, page
 from hookstats.report.record import Recorded
-from hookstats.report.writing import Contents
+from hookstats.report.writing import PageContents
 
 if TYPE_CHECKING:
     from hookstats.records.run import Run
@@ -47,7 +47,7 @@ def write(
     """
     path = Path(output)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, _html(of(run), other).encode())
+    write_whole(path, _html(to_recorded(run), other).encode())
     return path
 
 
@@ -66,7 +66,7 @@ def show(
     """
     if not isinstance(height, int) or height < 200:
         raise ValueError(f"show: expected a height of at least 200 pixels, got {height!r}")
-    recorded = of(run)
+    recorded = to_recorded(run)
     return Shown(_html(recorded, other), recorded.name, height)
 
 
@@ -87,19 +87,19 @@ def plot(
     new figure. What is not finite is magenta, what was silent grey. ValueError for an unknown statistic or tensor;
     ImportError without matplotlib.
     """
-    return plotting.plot(of(run), statistic, tensor, relative, log, axes)
+    return plotting.plot(to_recorded(run), statistic, tensor, relative, log, axes)
 
 
 def _html(recorded: Recorded, other: Shows | None) -> str:
-    return page(*Contents(recorded, None if other is None else of(other)).all())
+    return page(*PageContents(recorded, None if other is None else to_recorded(other)).render_all())
 
 
-def of(run: Shows) -> Recorded:
+def to_recorded(run: Shows) -> Recorded:
     """A run as arrays over sites and steps."""
     if isinstance(run, Recorded):
         return run
     if isinstance(run, Sequence) and not isinstance(run, str) and all(isinstance(each, Snapshot) for each in run):
         return Recorded.of(run)
-    from hookstats.report.loading import recorded  # needs pyarrow, which Snapshots do not
+    from hookstats.report.loading import load_recorded  # needs pyarrow, which Snapshots do not
 
-    return recorded(run.recorded() if isinstance(run, Records) else run)
+    return load_recorded(run.recorded() if isinstance(run, Records) else run)

@@ -11,7 +11,7 @@ import numpy as np
 
 from hookstats.numbers.fields import Array, Site, Stats
 from hookstats.numbers.site_stats import SiteStats
-from hookstats.report.planes import short
+from hookstats.report.planes import round_number
 from hookstats.report.record import Recorded
 from hookstats.report.reducing import FIRST, LAST, Codes, absolute_rows, edges, largest
 from hookstats.rules import SEVERITIES
@@ -27,8 +27,9 @@ _FAINTEST = -20.0  # log2 of the smallest share of a histogram that has a colour
 _TOP_STATISTICS = ("rms", "abs_max", "mean", "std", "zeros")
 
 
-def worth_showing(recorded: Recorded, restless: Array) -> list[int]:
-    """Places of sites whose pictures have room in a file, as far as the last step tells. restless: `planes.restless`.
+def choose_sites(recorded: Recorded, restless: Array) -> list[int]:
+    """Places of sites whose pictures have room in a file, as far as the last step tells. restless:
+    `planes.measure_unrest`.
 
     Those that matter most go first: with findings, the worst, then the others.
     """
@@ -104,8 +105,8 @@ def _channel_picture(rms: Array) -> tuple[dict[str, Any], Codes]:
         logs = np.maximum(np.log2(rms), -1075.0)
     whole = absolute_rows(logs.reshape(1, -1), np.zeros((1, logs.size), bool), finest=1 / 24)
     known = np.sort(logs[np.isfinite(logs) & (logs > -1075)])
-    bounds = [short(float(known[int(q * (len(known) - 1))])) for q in (0.01, 1)] if len(known) else [0.0, 1.0]
-    low, step = short(float(whole.low[0]), 9), short(float(whole.step[0]), 9)
+    bounds = [round_number(float(known[int(q * (len(known) - 1))])) for q in (0.01, 1)] if len(known) else [0.0, 1.0]
+    low, step = round_number(float(whole.low[0]), 9), round_number(float(whole.step[0]), 9)
     return {"rows": len(rms), "low": low, "step": step, "bounds": bounds}, whole.codes
 
 
@@ -134,7 +135,7 @@ def _histogram_picture(shares: Array, bounds: Array) -> tuple[dict[str, Any], Co
     codes = np.where(logs < _FAINTEST, 0, FIRST + np.round((logs - _FAINTEST) / -_FAINTEST * (LAST - FIRST)))
     said = {
         "rows": end - begin,
-        "edges": [short(x) for x in bounds[begin : end + 1].tolist()],
+        "edges": [round_number(x) for x in bounds[begin : end + 1].tolist()],
         "magnitude": bool(bounds[0] == 0),
         "low": _FAINTEST,
         "step": -_FAINTEST / (LAST - FIRST),
@@ -153,7 +154,7 @@ def _top(channels: Stats[Array]) -> dict[str, list[list[float | None]]]:
         size = np.nan_to_num(np.abs(values), nan=-1.0)
         top = np.argsort(-size, kind="stable")[:_TOP].tolist()
         median = float(np.median(size[size >= 0])) if (size >= 0).any() else float("nan")
-        found[name] = [[i, short(float(values[i]))] for i in top] + [[-1, short(median)]]
+        found[name] = [[i, round_number(float(values[i]))] for i in top] + [[-1, round_number(median)]]
     return found
 
 
@@ -171,5 +172,5 @@ def windows(recorded: Recorded, columns: int) -> list[dict[str, Any]]:
     for name in ("rms", "abs_max"):
         plane = recorded.statistic(name)
         for each, (i, at) in zip(found, around, strict=True):
-            each[name] = [short(x) for x in plane[i, at].tolist()]
+            each[name] = [round_number(x) for x in plane[i, at].tolist()]
     return found

@@ -17,12 +17,12 @@ from hookstats.records.grid import planes
 from hookstats.records.reading import Chosen
 from hookstats.records.run import Run, load
 from hookstats.records.snapshots import Snapshots
-from hookstats.report.record import Recorded, by_name, ordered, together
+from hookstats.report.record import Recorded, by_name, merge_orders, merge_skipped
 
 _LOOKED_AT = 3  # steps, from the last: their order of execution is that of the page
 
 
-def recorded(run: object) -> Recorded:
+def load_recorded(run: object) -> Recorded:
     """A Run, or the directory of one (rank 0). TypeError for anything else, RunError for what is no recorded run,
     or one without a step.
 
@@ -34,7 +34,7 @@ def recorded(run: object) -> Recorded:
     if type(loaded) is Run and loaded._chosen_sites is None and loaded._has_all_steps:
         if not loaded.steps:
             raise RunError(f"{loaded._folders[0]}: {NO_STEP}")
-        return _Loaded(loaded).recorded()
+        return _Loaded(loaded).make_recorded()
     return Recorded.of(list(loaded), _name(loaded), loaded.findings)
 
 
@@ -49,11 +49,11 @@ class _Loaded:
         self._run, self._reader, self._timeline = run, run._reader, run._timeline
         self._known = self._reader.sites
         orders = (run[step].order for step in run.steps[::-1][:_LOOKED_AT])
-        self._sites = ordered([*orders, self._known])
+        self._sites = merge_orders([*orders, self._known])
         row = {site: i for i, site in enumerate(self._sites)}
         self._row = np.array([row[site] for site in self._known], np.int64)
 
-    def recorded(self) -> Recorded:
+    def make_recorded(self) -> Recorded:
         steps = self._timeline.step
         return Recorded(
             _name(self._run),
@@ -61,11 +61,11 @@ class _Loaded:
             steps,
             lambda names: planes(self._reader, self._timeline, self._row, names),
             self._snapshots,
-            self._detailed(),
+            self._list_detailed(),
             self._timeline.time / 1e6,
             self._scalars(),
             self._run.findings,
-            self._skipped(),
+            self._list_skipped(),
             self._settings(),
         )
 
@@ -77,7 +77,7 @@ class _Loaded:
         for at in np.searchsorted(self._timeline.step, np.sort(np.array(steps, np.int64))).tolist():
             yield from reader.read([at])
 
-    def _detailed(self) -> Counts:
+    def _list_detailed(self) -> Counts:
         found = self._timeline.rows_of(self._reader.table("details", ["attempt", "record"], Chosen()))
         result: Counts = self._timeline.step[np.unique(found[found >= 0])]
         return result
@@ -86,8 +86,8 @@ class _Loaded:
         table = self._run.scalars
         return by_name(zip(*(table[name].to_pylist() for name in ("step", "name", "value")), strict=True))
 
-    def _skipped(self) -> list[tuple[Site, Skipped, int]]:
-        return together(
+    def _list_skipped(self) -> list[tuple[Site, Skipped, int]]:
+        return merge_skipped(
             (Site(name, tensor), Skipped(*why), step)
             for step, text in zip(self._timeline.step.tolist(), self._timeline.columns["skipped"], strict=True)
             for name, tensor, *why in json.loads(text)

@@ -60,7 +60,7 @@ def page(record: Mapping[str, Any], blobs: Mapping[str, bytes], is_live: bool = 
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n',
             '<meta name="color-scheme" content="light dark">\n<title>hookstats report</title>\n',
             f"<style>{style}</style>\n</head>\n",
-            asset("page.html").replace("<!-- told -->", _told(record)),
+            asset("page.html").replace("<!-- told -->", _render_story(record)),
             f'<script type="application/json" id="record">{text}</script>\n',
             *(_blob(name, blobs[name]) for name in [_FIRST] if name in blobs),
             f"<script>{script}</script>\n",
@@ -75,7 +75,8 @@ def policy(is_live: bool = False) -> str:
     style, script = _parts(is_live)
     asks = "connect-src 'self'; " if is_live else ""
     return (
-        f"default-src 'none'; script-src '{hashed(script)}'; style-src '{hashed(style)}'; img-src data:; {asks}"
+        f"default-src 'none'; script-src '{hash_source(script)}'; style-src '{hash_source(style)}'; img-src data:; "
+        f"{asks}"
         "base-uri 'none'; form-action 'none'"
     )
 
@@ -89,19 +90,19 @@ def _parts(is_live: bool) -> tuple[str, str]:
     return style, notice + asset(_SCRIPTS[0]) + f'\n(() => {{\n"use strict";\n{parts}\n}})();\n'
 
 
-def _told(record: Mapping[str, Any]) -> str:
+def _render_story(record: Mapping[str, Any]) -> str:
     """The run's story for readers without JavaScript: plain text, in ASCII, with nothing that turns text around."""
 
     def line(finding: Mapping[str, Any]) -> str:
         since = "" if finding["since"] == finding["step"] else f", since step {finding['since']}"
-        return escaped(
+        return escape_html(
             f"step {finding['step']}{since}, {finding['severity']}, {finding['rule']}: {finding['sentence']}"
         )
 
     runs = [record, record["other"]] if record["other"] else [record]
     names = [f"{run['name']}: " if len(runs) > 1 else "" for run in runs]
     heads = zip(names, runs, strict=True)
-    parts = [f"<p>{escaped(name + sentence)}</p>\n" for name, run in heads for sentence in run["head"]]
+    parts = [f"<p>{escape_html(name + sentence)}</p>\n" for name, run in heads for sentence in run["head"]]
     for chapter in record["chapters"]:
         effects = "".join(f"<li>{line(each)}</li>\n" for each in chapter["effects"])
         follows = f"<p>What follows from it:</p>\n<ul>\n{effects}</ul>\n" if effects else ""
@@ -109,7 +110,7 @@ def _told(record: Mapping[str, Any]) -> str:
     return "".join(parts)
 
 
-def escaped(text: str) -> str:
+def escape_html(text: str) -> str:
     """Return text as HTML, in ASCII; controls and marks that turn text around show as escapes."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return escape(shown).encode("ascii", "xmlcharrefreplace").decode()
@@ -120,7 +121,7 @@ def _blob(name: str, blob: bytes) -> str:
     return f'<script type="application/octet-stream" id="blob-{name}">{packed}</script>\n'
 
 
-def hashed(text: str) -> str:
+def hash_source(text: str) -> str:
     """Return the name of a script or a style in a Content-Security-Policy."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 

@@ -16,7 +16,7 @@ _JUDGED = 64  # steps in which the runs may lie apart by rounding before it is g
 
 
 @dataclass
-class Pair:
+class RunPair:
     """``first`` and ``second`` as runs over the sites and steps of both: NaN where one of them has none.
 
     The sites of the first run keep their places; behind them are those that only the second has.
@@ -48,7 +48,7 @@ class Pair:
 
         return replace(run, sites=self.sites, steps=self.steps, planes=planes)
 
-    def ordered(self) -> list[Site]:
+    def order_sites(self) -> list[Site]:
         """Return all sites in the order of execution: what only the second has stands after what it has before it."""
         ordered, at = list(self.a.sites), -1
         known = {site: i for i, site in enumerate(ordered)}
@@ -60,13 +60,13 @@ class Pair:
                 ordered.insert(at, site)
         return ordered
 
-    def told(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Describe the second run: its name, its steps, and the sites that only one of the runs has."""
         alone = [[self.place[site] for site in run.sites if site not in self.shared] for run in (self.a, self.b)]
         ends = [int(self.b.steps[0]), int(self.b.steps[-1]), len(self.b.steps)]
         return {"name": self.b.name, "steps": len(self.common), "ends": ends, "alone": alone}
 
-    def parting(self) -> dict[str, Any]:
+    def find_parting(self) -> dict[str, Any]:
         """Find where the runs part by more than rounding explains, and whether all their sizes are the same."""
         begin = self._first_difference()
         found, count = None, 1

@@ -14,9 +14,9 @@ from hookstats.report.record import Recorded
 from hookstats.report.reducing import (
     NONFINITE,
     PER_OCTAVE,
+    CodedRows,
     Codes,
     Marks,
-    Rows,
     absolute_rows,
     average,
     edges,
@@ -26,7 +26,7 @@ from hookstats.report.reducing import (
     logarithm,
     past,
     relative_codes,
-    rounded,
+    round_values,
     smallest,
 )
 
@@ -86,7 +86,7 @@ UNITS = {"scale": PER_OCTAVE, "share": 125.0, "signed": 62.0}  # levels of a cod
 DIFFERENCE = {"scale": 64.0, "share": 125.0, "signed": 62.0}  # the same for the difference of two runs
 
 
-def told(is_pair: bool = False) -> dict[str, dict[str, Any]]:
+def describe_heatmaps(is_pair: bool = False) -> dict[str, dict[str, Any]]:
     """Describe the heatmaps, by the names of their statistics."""
     return {
         key: {"title": title, "kind": kind, "unit": UNITS[kind]} | ({"difference": DIFFERENCE[kind]} if is_pair else {})
@@ -94,7 +94,7 @@ def told(is_pair: bool = False) -> dict[str, dict[str, Any]]:
     }
 
 
-def heatmap(values: Array, kind: str, is_bad: Marks) -> tuple[Codes, Rows]:
+def heatmap(values: Array, kind: str, is_bad: Marks) -> tuple[Codes, CodedRows]:
     """Return one of `STATISTICS`, ``[n, t]``, in both views: relative to each site's past, and absolute."""
     begin = edges(values.shape[1], COLUMNS)
     far, top = [], []
@@ -112,16 +112,16 @@ def difference(first: Array, second: Array, kind: str, is_bad: Marks) -> Codes:
     return relative_codes(far, is_bad & ~np.isnan(far), DIFFERENCE[kind])
 
 
-def _absolute(top: Array, kind: str, is_bad: Marks) -> Rows:
+def _absolute(top: Array, kind: str, is_bad: Marks) -> CodedRows:
     if kind == "scale":
         return absolute_rows(top, is_bad)
     if kind == "share":
         return linear_rows(top, is_bad)
     codes = relative_codes(top, is_bad, 125)
-    return Rows(codes, np.full(len(top), -126 / 125), np.full(len(top), 1 / 125))
+    return CodedRows(codes, np.full(len(top), -126 / 125), np.full(len(top), 1 / 125))
 
 
-def restless(codes: Codes) -> Array:
+def measure_unrest(codes: Codes) -> Array:
     """Return how far each site's rms went from its past, in octaves. codes: the relative view of that heatmap."""
     far = np.where((codes == NONFINITE) | (codes == 0), 128, codes).astype(np.int64)
     result: Array = np.abs(far - 128).max(axis=1) / PER_OCTAVE
@@ -142,7 +142,7 @@ def lines(recorded: Recorded, names: list[str]) -> NDArray[np.float32]:
         statistic, reduce = LINES[name]
         if statistic != last[0]:
             last = (statistic, recorded.statistic(statistic))
-        found[place] = rounded(reduce(last[1], begin))
+        found[place] = round_values(reduce(last[1], begin))
     return found
 
 
@@ -163,10 +163,10 @@ def scalars(recorded: Recorded) -> dict[str, list[list[float | None]]]:
         count = np.bincount(column[known], minlength=len(begin))
         with np.errstate(all="ignore"):
             mean = np.bincount(column[known], values[known], minlength=len(begin)) / count
-        found[name] = [[short(x) for x in each.tolist()] for each in (low, mean, high)]
+        found[name] = [[round_number(x) for x in each.tolist()] for each in (low, mean, high)]
     return found
 
 
-def short(number: float, digits: int = 5) -> float | None:
+def round_number(number: float, digits: int = 5) -> float | None:
     """Round a number for JSON."""
     return float(f"{number:.{digits}g}") if math.isfinite(number) else None

@@ -11,7 +11,7 @@ from hookstats.numbers.kinds import kind_of
 from hookstats.report.planes import COLUMNS, STATISTICS, change, values_and_bad
 from hookstats.report.record import Recorded
 from hookstats.report.reducing import edges, farthest, largest, marks
-from hookstats.report.writing import in_order
+from hookstats.report.writing import order_sites
 
 _REACH = {"scale": 3.0, "share": 0.3, "signed": 0.3}  # how far the outermost colour is from a site's past
 _LABELS = 40  # rows with a name each; beyond that, every so manieth
@@ -28,7 +28,7 @@ def plot(recorded: Recorded, statistic: str, tensor: str, relative: bool, log: b
         raise ImportError(f"plot needs {error.name}: pip install 'hookstats[report]'") from error
     if statistic not in STATISTICS:
         raise ValueError(f"plot: expected a statistic of {', '.join(STATISTICS)}; got {statistic!r}")
-    rows = [i for i in in_order(recorded.sites) if kind_of(recorded.sites[i].tensor).name == tensor]
+    rows = [i for i in order_sites(recorded.sites) if kind_of(recorded.sites[i].tensor).name == tensor]
     if not rows:
         known = ", ".join(dict.fromkeys(site.tensor for site in recorded.sites))
         raise ValueError(f"plot: expected a tensor of {known}; got {tensor!r}")
@@ -46,7 +46,7 @@ def plot(recorded: Recorded, statistic: str, tensor: str, relative: bool, log: b
     broken = marks(bad, begin)
     axes.imshow(np.ma.masked_equal(broken, 0), cmap=ListedColormap([_NONFINITE]), **style)
     stride = -(-len(rows) // _LABELS)
-    names = [_short(recorded.sites[i]) for i in rows]
+    names = [_shorten_name(recorded.sites[i]) for i in rows]
     axes.set_yticks(range(0, len(rows), stride), names[::stride], fontsize=7, parse_math=False)
     axes.set_xlabel("step")
     axes.figure.colorbar(image, ax=axes, label=label)
@@ -70,6 +70,6 @@ def _cells(
     return cells, linear_norm(0, known.max(initial=1e-300)), "viridis", title
 
 
-def _short(site: Site) -> str:
+def _shorten_name(site: Site) -> str:
     name = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in site.name) or "(model)"
     return name if len(name) <= 40 else f"{name[:12]}…{name[-27:]}"

@@ -10,7 +10,7 @@ from hookstats.comparing.rounding import bits_of_sites, dtype_of
 from hookstats.numbers.fields import ExponentBins, Site
 from hookstats.numbers.kinds import kind_of
 from hookstats.numbers.snapshot import Snapshot
-from hookstats.report.planes import short
+from hookstats.report.planes import round_number
 from hookstats.report.record import Recorded
 from hookstats.rules import BLOCK_FORMATS, BlockFit, fit
 
@@ -47,7 +47,7 @@ def _rows(snapshot: Snapshot, place: dict[Site, int]) -> list[list[Any]]:
         [
             place[fits[0].site],
             *octaves[fits[0].site],
-            *([short(x, 3) for x in (y.underflow, *y.overflow, y.exponent, y.scaled_underflow)] for y in fits),
+            *([round_number(x, 3) for x in (y.underflow, *y.overflow, y.exponent, y.scaled_underflow)] for y in fits),
         ]
         for fits in zip(*formats, strict=True)
         if fits[0].site in place and not kind_of(fits[0].site.tensor).is_about
@@ -64,7 +64,7 @@ def _blocks(snapshot: Snapshot, sites: list[Site]) -> dict[str, Any] | None:
         if format.block == bins.block:
             fits = [each for each in fit(snapshot, name) if isinstance(each, BlockFit)]
             lost = {each.site: (*each.lost, each.standard_error) for each in fits}
-            shares[name] = [[short(x, 3) for x in lost[site]] if site in lost else None for site in sites]
+            shares[name] = [[round_number(x, 3) for x in lost[site]] if site in lost else None for site in sites]
     return {"size": bins.block, "dim": bins.block_dim, "formats": shares}
 
 

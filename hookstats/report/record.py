@@ -47,8 +47,8 @@ class Recorded:
         steps = np.array([snapshot.step for snapshot in snapshots], np.int64)
         if not len(steps) or (np.diff(steps) <= 0).any():
             raise ValueError(f"expected snapshots of ascending steps, got those of {steps.tolist()[:8]}")
-        sites = ordered(snapshot.order for snapshot in reversed(snapshots))
-        sites = ordered([sites, *snapshots])
+        sites = merge_orders(snapshot.order for snapshot in reversed(snapshots))
+        sites = merge_orders([sites, *snapshots])
         row = {site: i for i, site in enumerate(sites)}
 
         def planes(wanted: Sequence[str]) -> dict[str, Array]:
@@ -69,7 +69,7 @@ class Recorded:
             for step, each in [*snapshot.earlier_scalars.items(), (snapshot.step, snapshot.scalars)]
         }
         scalars = by_name((step, name, value) for step, each in given.items() for name, value in each.items())
-        skipped = together((site, why, each.step) for each in snapshots for site, why in each.skipped.items())
+        skipped = merge_skipped((site, why, each.step) for each in snapshots for site, why in each.skipped.items())
         detailed = steps[[_is_detailed(snapshot) for snapshot in snapshots]]
         return cls(name, sites, steps, planes, chosen, detailed, None, scalars, findings, skipped)
 
@@ -84,7 +84,7 @@ def by_name(rows: Iterable[tuple[int, str, float]]) -> dict[str, tuple[Counts, A
     return {name: (np.array(steps, np.int64), np.array(values)) for name, (steps, values) in found.items()}
 
 
-def together(skipped: Iterable[tuple[Site, Skipped, int]]) -> list[tuple[Site, Skipped, int]]:
+def merge_skipped(skipped: Iterable[tuple[Site, Skipped, int]]) -> list[tuple[Site, Skipped, int]]:
     """Merge what was skipped in some steps, or since them: one for each site and reason, as `Recorded` has it."""
     found: dict[tuple[Site, str], tuple[int | None, int]] = {}
     for site, (reason, times), step in skipped:
@@ -99,6 +99,6 @@ def _is_detailed(snapshot: Snapshot) -> bool:
     return bool((sites.widths[fired] > 1).any() or sites.counters[fired].any())
 
 
-def ordered(orders: Iterable[Iterable[Site]]) -> list[Site]:
+def merge_orders(orders: Iterable[Iterable[Site]]) -> list[Site]:
     """Return all sites of several orders of execution: those of the first, then what the others have more."""
     return list(dict.fromkeys(site for order in orders for site in order))

@@ -22,7 +22,7 @@ _MOST_HELD = 256  # steps of it
 _DROPPED = 12  # of the 23 bits of a float32's mantissa: a line tells values to 1 / 4096
 
 
-class Rows(NamedTuple):
+class CodedRows(NamedTuple):
     """Codes ``[n, columns]``: a value is ``low + (code - FIRST) * step`` of its row, or 2 to the power of that."""
 
     codes: Codes
@@ -85,7 +85,7 @@ def past(values: Array) -> Array:
     site was silent counts with the value that it had last. A level that stays is therefore told until half of the run
     was like it.
     """
-    whole, steps = _without_gaps(values), values.shape[1]
+    whole, steps = _fill_gaps(values), values.shape[1]
     first = np.take_along_axis(whole, (~np.isnan(whole)).argmax(axis=1)[:, None], axis=1)
     result = np.empty_like(whole)
     begin = 0
@@ -100,7 +100,7 @@ def past(values: Array) -> Array:
     return result
 
 
-def _without_gaps(values: Array) -> Array:
+def _fill_gaps(values: Array) -> Array:
     """Fill in the last known value where one is NaN."""
     latest = np.where(np.isnan(values), 0, np.arange(values.shape[1]))
     result: Array = np.take_along_axis(values, np.maximum.accumulate(latest, axis=1), axis=1)
@@ -120,10 +120,10 @@ def _median(values: Array) -> Array:
 def relative_codes(far: Array, is_bad: Marks, per_unit: float) -> Codes:
     """Return codes of signed changes that were reduced to columns. is_bad: where something was not finite."""
     with np.errstate(invalid="ignore"):
-        return _marked(np.clip(NEUTRAL + np.round(far * per_unit), FIRST, LAST + 1), is_bad)
+        return _mark_bad(np.clip(NEUTRAL + np.round(far * per_unit), FIRST, LAST + 1), is_bad)
 
 
-def absolute_rows(logs: Array, is_bad: Marks, finest: float = FINEST) -> Rows:
+def absolute_rows(logs: Array, is_bad: Marks, finest: float = FINEST) -> CodedRows:
     """Return codes of logarithms that were reduced to columns.
 
     The smallest value of a row has the first code, its largest the last, unless a step would be finer.
@@ -133,23 +133,23 @@ def absolute_rows(logs: Array, is_bad: Marks, finest: float = FINEST) -> Rows:
     step = np.maximum((high - low) / (LAST - FIRST), finest)
     with np.errstate(invalid="ignore"):
         codes = np.where(logs > LOWEST, FIRST + np.round((logs - low[:, None]) / step[:, None]), ZERO)
-    return Rows(_marked(np.where(np.isnan(logs), np.nan, codes), is_bad), low, step)
+    return CodedRows(_mark_bad(np.where(np.isnan(logs), np.nan, codes), is_bad), low, step)
 
 
-def linear_rows(top: Array, is_bad: Marks) -> Rows:
+def linear_rows(top: Array, is_bad: Marks) -> CodedRows:
     """Return codes of shares, from 0 to the largest of the row."""
     step = np.maximum(np.nan_to_num(np.fmax.reduce(top, axis=1)), 1e-9) / (LAST - FIRST)
     with np.errstate(invalid="ignore"):
-        return Rows(_marked(FIRST + np.round(top / step[:, None]), is_bad), np.zeros(len(top)), step)
+        return CodedRows(_mark_bad(FIRST + np.round(top / step[:, None]), is_bad), np.zeros(len(top)), step)
 
 
-def _marked(codes: Array, is_bad: Marks) -> Codes:
+def _mark_bad(codes: Array, is_bad: Marks) -> Codes:
     found = np.where(np.isnan(codes), SILENT, codes).astype(np.uint8)
     found[is_bad] = NONFINITE
     return found
 
 
-def rounded(values: Array) -> NDArray[np.float32]:
+def round_values(values: Array) -> NDArray[np.float32]:
     """Round to float32 of 1 / 4096: further bits would be noise, and take room when they are compressed."""
     with np.errstate(over="ignore"):
         bits = np.ascontiguousarray(values, "<f4").view("<u4")
@@ -158,7 +158,7 @@ def rounded(values: Array) -> NDArray[np.float32]:
     return result
 
 
-def by_bytes(values: NDArray[np.float32]) -> bytes:
+def transpose_bytes(values: NDArray[np.float32]) -> bytes:
     """Return all first bytes, then all second ones, and so on: what is alike lies together, and becomes small."""
     result: bytes = np.ascontiguousarray(values, "<f4").view(np.uint8).reshape(-1, 4).T.tobytes()
     return result

@@ -13,10 +13,10 @@ import numpy as np
 from hookstats.numbers.fields import Array, Counts, Site
 from hookstats.numbers.kinds import is_of_module, kind_of
 from hookstats.report import detail, planes
-from hookstats.report.pair import Pair
+from hookstats.report.pair import RunPair
 from hookstats.report.precision import precision
 from hookstats.report.record import Recorded
-from hookstats.report.reducing import by_bytes, edges, marks
+from hookstats.report.reducing import edges, marks, transpose_bytes
 from hookstats.rules import Finding, head, story
 
 _FINDINGS = 2000  # on a page: the gravest, and what follows from them
@@ -31,7 +31,7 @@ _ABOUT = {
 _LINES_OF_SECOND = ["rms", "abs_max"]
 
 
-class Contents:
+class PageContents:
     """The content of a page: ``record``, to become JSON, and bytes by name, made when they are first asked for.
 
     A name begins with its group, of which all is made at once: each of `planes.STATISTICS` (its heatmaps), ``line``
@@ -48,7 +48,7 @@ class Contents:
                 raise ValueError(f"expected a run in which something was measured; {held}")
         began = time.monotonic()
         self._own = recorded
-        self._pair = None if second is None else Pair(recorded, second)
+        self._pair = None if second is None else RunPair(recorded, second)
         self._runs = [recorded] if self._pair is None else [self._pair.first, self._pair.second]
         self._begin = edges(len(self._runs[0].steps), planes.COLUMNS)
         # What the first picture shows is read together with what the record says: reading is most of the time.
@@ -73,14 +73,14 @@ class Contents:
                 self.seconds += time.monotonic() - began
         return self._made[group][name]
 
-    def all(self) -> tuple[dict[str, Any], dict[str, bytes]]:
+    def render_all(self) -> tuple[dict[str, Any], dict[str, bytes]]:
         """Return the whole record, and all other bytes; pictures of as many sites as have room."""
         blobs: dict[str, bytes] = {}
         for key in planes.STATISTICS:
             blobs |= self._made.get(key) or self._make(key)
         codes = np.frombuffer(blobs["rms.relative"], np.uint8).reshape(len(self.record["sites"]), -1)
         own = self._own
-        detailed = detail.worth_showing(own, planes.restless(codes[: len(own.sites)])) if len(own.detailed) else []
+        detailed = detail.choose_sites(own, planes.measure_unrest(codes[: len(own.sites)])) if len(own.detailed) else []
         blobs |= self._lines() | detail.details(own, detailed)
         return self.record | {"detailed": detailed} | self._more(), blobs
 
@@ -111,14 +111,16 @@ class Contents:
         found = planes.lines(self._runs[0], list(planes.LINES))
         if self._pair is not None:
             found = np.concatenate([found, planes.lines(self._runs[1], _LINES_OF_SECOND)])
-        return {"line.rms": by_bytes(found[0])} | {f"line.{i}": by_bytes(found[:, i]) for i in range(found.shape[1])}
+        return {"line.rms": transpose_bytes(found[0])} | {
+            f"line.{i}": transpose_bytes(found[:, i]) for i in range(found.shape[1])
+        }
 
     def _more(self) -> dict[str, Any]:
         run = self._own
         windows = detail.windows(run, planes.line_columns(len(self.record["sites"])))
         values = self._bad + float(np.nansum(run.statistic("count")))
         told = {"windows": windows, "precision": precision(run), "values": values}
-        return told if self._pair is None else told | self._pair.parting()
+        return told if self._pair is None else told | self._pair.find_parting()
 
     def _record(self, fired: list[Counts]) -> dict[str, Any]:
         """fired ``[n]``, of each run: in how many steps each site was not silent."""
@@ -126,10 +128,10 @@ class Contents:
         sites, first = self._runs[0].sites, own.steps
         place = {site: i for i, site in enumerate(sites)}
         chapters, left_out = chapters_of(own, place)
-        rows = in_order(sites)
+        rows = order_sites(sites)
         if pair is not None:
-            ordered = pair.ordered()
-            rows = [place[ordered[i]] for i in in_order(ordered)]
+            ordered = pair.order_sites()
+            rows = [place[ordered[i]] for i in order_sites(ordered)]
         return {
             "name": own.name,
             "written": round(time.time()),
@@ -143,17 +145,17 @@ class Contents:
             "times": None if own.times is None else [float(own.times[0]), float(own.times[-1])],
             "readings": int(fired[0].sum()),
             "fired": fired[0].tolist(),
-            "statistics": planes.told(pair is not None),
+            "statistics": planes.describe_heatmaps(pair is not None),
             "scalars": planes.scalars(self._runs[0]),
             "head": head(own.findings, _last_loss(own)),
             "chapters": chapters,
             "left_out": left_out,
             "skipped": [[*site, why.reason, why.times, since] for site, why, since in own.skipped],
-            "settings": _short(own.settings),
+            "settings": _shorten(own.settings),
             "other": None
             if pair is None
             else {
-                **pair.told(),
+                **pair.describe(),
                 "fired": fired[1].tolist(),
                 "scalars": planes.scalars(pair.second),
                 "head": head(pair.b.findings, _last_loss(pair.b)),
@@ -172,13 +174,13 @@ def chapters_of(recorded: Recorded, place: Mapping[Site, int]) -> tuple[list[dic
     chapters, kinds = story(recorded.findings)[:_FINDINGS], kinds_of(place)
     room, told = _FINDINGS - len(chapters), []
     for each in chapters:  # what stands for itself goes before what follows
-        effects = [_told(effect, place, kinds) for effect in each.effects[:room]]
-        told.append({"finding": _told(each.finding, place, kinds), "effects": effects})
+        effects = [_describe_finding(effect, place, kinds) for effect in each.effects[:room]]
+        told.append({"finding": _describe_finding(each.finding, place, kinds), "effects": effects})
         room -= len(effects)
     return told, len(recorded.findings) - sum(1 + len(each["effects"]) for each in told)
 
 
-def _told(finding: Finding, place: Mapping[Site, int], kinds: set[str]) -> dict[str, Any]:
+def _describe_finding(finding: Finding, place: Mapping[Site, int], kinds: set[str]) -> dict[str, Any]:
     return {
         "rule": finding.rule,
         "step": finding.step,
@@ -207,7 +209,7 @@ def kind_of_rule(rule: str, kinds: set[str]) -> str | None:
     return next((kind for kind in about if kind in kinds or kind == "loss"), None)
 
 
-def in_order(sites: list[Site]) -> list[int]:
+def order_sites(sites: list[Site]) -> list[int]:
     """Sites in the order in which their modules are executed: a gradient beside what it is the gradient of."""
     forward = [site for site in sites if not kind_of(site.tensor).is_gradient and is_of_module(site.tensor)]
     backward = [site for site in sites if kind_of(site.tensor).is_gradient and is_of_module(site.tensor)][::-1]
@@ -219,12 +221,12 @@ def in_order(sites: list[Site]) -> list[int]:
     return sorted(range(len(sites)), key=lambda i: (place[sites[i].name], i))
 
 
-def _short(value: Any, depth: int = 0) -> Any:
+def _shorten(value: Any, depth: int = 0) -> Any:
     """Return JSON of which a page can show all."""
     if isinstance(value, Mapping) and depth < 6:
-        return {str(key): _short(each, depth + 1) for key, each in value.items()}
+        return {str(key): _shorten(each, depth + 1) for key, each in value.items()}
     if isinstance(value, (list, tuple)) and depth < 6:
-        return [_short(each, depth + 1) for each in value[:1000]]
+        return [_shorten(each, depth + 1) for each in value[:1000]]
     if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, float) and np.isfinite(value):

@@ -46,12 +46,12 @@ from hookstats.rules.inputs import unscaled_input as unscaled_input
 from hookstats.rules.judging import Function as Function
 from hookstats.rules.judging import Judge as Judge
 from hookstats.rules.judging import defaults as defaults
+from hookstats.rules.judging import drop_declared as drop_declared
 from hookstats.rules.judging import is_ours as is_ours
 from hookstats.rules.judging import judge as judge
 from hookstats.rules.judging import rule_from_json as rule_from_json
 from hookstats.rules.judging import rule_to_json as rule_to_json
 from hookstats.rules.judging import rules_of_laws as rules_of_laws
-from hookstats.rules.judging import without_declared as without_declared
 from hookstats.rules.laws import bias_gradient as bias_gradient
 from hookstats.rules.laws import reduced_gradient as reduced_gradient
 from hookstats.rules.laws import replica_drift as replica_drift

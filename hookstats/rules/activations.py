@@ -157,9 +157,9 @@ def saturated_channels(
     shares, initial = np.zeros((2, len(step.sites)))
     for site in np.flatnonzero(candidates).tolist():
         if site != outputs[-1] and step.calls[gradients[site]]:
-            shares[site] = _saturated(step, site, slope, negative[site])
+            shares[site] = _measure_saturation(step, site, slope, negative[site])
             if negative[site]:
-                initial[site] = _saturated(step, site, initial_slope, True)
+                initial[site] = _measure_saturation(step, site, initial_slope, True)
     ill = lasting.push(step.number, shares > share, judged, consecutive_steps)
     from_start = first.push(step.number, initial > share, judged, _INITIAL) & (first.lengths == verdicts) & ~ill
     end = "they sit at the ends of the {kind}, and let less than {least:%} of the gradient through. Make what comes in "
@@ -182,7 +182,7 @@ def _with_gradients(step: Step) -> Mask:
     return step.valued("output") & (step.partner("output", "grad_output") >= 0)
 
 
-def _saturated(step: Step, site: int, slope: float, is_tanh: bool) -> float:
+def _measure_saturation(step: Step, site: int, slope: float, is_tanh: bool) -> float:
     """The share of the channels that are saturated."""
     stats = step.channels_or_whole(site)
     square, means = stats.rms**2, stats.mean

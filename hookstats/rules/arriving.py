@@ -176,14 +176,14 @@ def growing_gradients(
 def _pairs(step: Step) -> tuple[Counts, Counts]:
     """The ids of gradients of parameters that this step changed, and of those of outputs that add up to the same."""
     totals = step.totals
-    gradients, outputs, is_weight, updates = step.alike(_pairs_that_came)
+    gradients, outputs, is_weight, updates = step.alike(_select_pairs)
     chosen = ~is_weight | (totals.zeros[gradients] > SPARSE * totals.count[gradients])  # of an embedding
     if step.updates.any():
         chosen &= (updates >= 0) & (totals.zeros[updates] < totals.count[updates])
     return gradients[chosen], outputs[chosen]
 
 
-def _pairs_that_came(step: Step) -> tuple[Counts, Counts, Mask, Counts]:
+def _select_pairs(step: Step) -> tuple[Counts, Counts, Mask, Counts]:
     outputs, count = step.partner("param_grad", "grad_output", "*"), step.totals.count
     ids = np.flatnonzero(step.once(are_sums_of_outputs) & (count > 0) & (count[outputs] > 0))
     is_weight = np.array([step.sites[i].name.rpartition(".")[2] == "weight" for i in ids.tolist()], bool)
@@ -232,7 +232,7 @@ def _cut(step: Step) -> str:
     """Say by how much clipping has cut the gradients of biases, as those of outputs tell; nothing where they do not."""
     if step.is_sampled:
         return ""
-    gradients, outputs, is_weight, _ = step.alike(_pairs_that_came)
+    gradients, outputs, is_weight, _ = step.alike(_select_pairs)
     known = ~is_weight & (step.calls[outputs] == 1)
     now, fresh = step.sums[gradients[known]], step.sums[outputs[known]]
     ratios = np.abs(fresh[now != 0] / now[now != 0])

@@ -10,7 +10,7 @@ from hookstats.numbers.fields import BLOCK_GROUPS, DISTANCE_BINS, Array, Counts,
 from hookstats.rules.step import Mask, Step
 
 
-class _Format(NamedTuple):
+class _BlockFormat(NamedTuple):
     block: int
     lost: int  # values that lie so many octaves below the largest of their block become 0 in any case
     may_be: int  # those that lie so many may
@@ -22,10 +22,10 @@ class _Format(NamedTuple):
 # NVFP4 (arXiv 2509.25149): the scale is the largest of a block / 6, rounded to e4m3, so that half the smallest value,
 # scale / 4, is between 2^(E - 5) and 2^(E - 3), even where rounding moves the scale by a quarter.
 BLOCK_FORMATS = {
-    "mxfp8_e4m3": _Format(32, 19, 19),
-    "mxfp8_e5m2": _Format(32, 33, 33),
-    "mxfp4": _Format(32, 5, 5),
-    "nvfp4": _Format(16, 6, 4),
+    "mxfp8_e4m3": _BlockFormat(32, 19, 19),
+    "mxfp8_e5m2": _BlockFormat(32, 33, 33),
+    "mxfp4": _BlockFormat(32, 5, 5),
+    "nvfp4": _BlockFormat(16, 6, 4),
 }
 _SMALLEST_SCALE = 2.0**-8 / 448  # of NVFP4, relative to the largest: rounding moves smaller ones by over a quarter
 

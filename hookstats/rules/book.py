@@ -12,7 +12,7 @@ from typing import NamedTuple
 from hookstats.rules.judging import defaults
 
 
-class Page(NamedTuple):
+class RulePage(NamedTuple):
     """The page of a rule. ``name``: of its findings. ``arguments``: with their defaults."""
 
     name: str
@@ -28,7 +28,7 @@ class Page(NamedTuple):
             yield from textwrap.wrap(paragraph, width, break_on_hyphens=False)
 
 
-def pages() -> list[Page]:
+def pages() -> list[RulePage]:
     """Return the pages of all default rules, in their order."""
     found = []
     for rule in defaults():
@@ -37,11 +37,11 @@ def pages() -> list[Page]:
         paragraphs = [" ".join(each.split()) for each in text.replace("``", "`").split("\n\n")]
         looks = next(i for i, each in enumerate(paragraphs) if each.startswith("What else looks like it: "))
         paragraphs[looks : looks + 1] = re.split(r" (?=What to do: )", paragraphs[looks])
-        found.append(Page(rule.name, of, arguments, paragraphs))
+        found.append(RulePage(rule.name, of, arguments, paragraphs))
     return found
 
 
-def page(name: str) -> Page:
+def page(name: str) -> RulePage:
     """Return the page of a rule, by the name of its findings or its function. ValueError for others, with near ones."""
     all_pages = pages()
     for each in all_pages:

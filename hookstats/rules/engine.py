@@ -44,7 +44,7 @@ class _Words(dict[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         found = super().__getitem__(key)
-        return _at(found(self._told) if callable(found) else found, self._place)
+        return _take(found(self._told) if callable(found) else found, self._place)
 
 
 class _Sentence(Formatter):
@@ -122,9 +122,9 @@ class Ill:
     ) -> Finding:
         """told: what the sentence is made for. place: of its numbers in arrays."""
         number_of = step.number if self.at is None else self.at
-        began = number_of if since is None else int(_at(since, place))
+        began = number_of if since is None else int(_take(since, place))
         severity = self.severity if isinstance(self.severity, str) else self.severity(place)
-        say, numbers = self.say, (float(_at(self.value, place)), float(_at(self.threshold, place)))
+        say, numbers = self.say, (float(_take(self.value, place)), float(_take(self.threshold, place)))
         if isinstance(say, str):
             sentence = _SENTENCE.vformat(say, (), _Words(step, self, told, place, began))
         else:
@@ -132,7 +132,7 @@ class Ill:
         return step.finding(name, site, *numbers, severity, sentence, self.at, began, sites)
 
 
-def _at(values: Any, place: int) -> Any:
+def _take(values: Any, place: int) -> Any:
     return values[place] if isinstance(values, np.ndarray) else values
 
 

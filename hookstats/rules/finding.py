@@ -80,11 +80,11 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """Return it in JSON's types; NaN and infinities as strings, so that every reader of JSON takes them."""
-        numbers = {name: _written(getattr(self, name)) for name in ("value", "threshold")}
-        because = None if self.because is None else [*self.because[:2], _site_written(self.because.site)]
-        sites = [_site_written(site) for site in self.sites]
+        numbers = {name: _number_to_json(getattr(self, name)) for name in ("value", "threshold")}
+        because = None if self.because is None else [*self.because[:2], _site_to_json(self.because.site)]
+        sites = [_site_to_json(site) for site in self.sites]
         lists = {"sites": sites, "sample_ids": list(self.sample_ids)}
-        return {**vars(self), "site": _site_written(self.site), **lists, "because": because, **numbers}
+        return {**vars(self), "site": _site_to_json(self.site), **lists, "because": because, **numbers}
 
     @classmethod
     def from_json(cls, d: Mapping[str, Any]) -> Finding:
@@ -131,7 +131,7 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def _site_written(site: Site | None) -> list[str] | None:
+def _site_to_json(site: Site | None) -> list[str] | None:
     return None if site is None else list(site)
 
 
@@ -139,5 +139,5 @@ def _site_read(value: Any) -> Site | None:
     return None if value is None else Site(*value)
 
 
-def _written(number: float) -> float | str:
+def _number_to_json(number: float) -> float | str:
     return float(number) if math.isfinite(number) else str(float(number))

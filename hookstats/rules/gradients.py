@@ -16,7 +16,7 @@ _MARGIN = 4.0  # of what is far from a median that is not exact
 _SHORTEST = 6  # gradients of outputs, before which there is no depth to speak of
 
 
-def _over_depth(step: Step, memory: Memory, depth: float, steps: int, text: str) -> Ill | None:
+def _judge_depth(step: Step, memory: Memory, depth: float, steps: int, text: str) -> Ill | None:
     """Compare the norms of gradients near the input with those near the loss: the problem where they part by `depth`.
 
     L2 norms are compared: pooling divides a gradient's values by an area, and makes as many more of them, so that their
@@ -58,13 +58,13 @@ def _are_side_by_side(step: Step, backward: list[int], norms: Array) -> bool:
     return abs(between) > 2 * abs(float(steps.sum()) - between)
 
 
-def _measured(step: Step) -> Mask:
+def _find_measured(step: Step) -> Mask:
     """Gradients of outputs and of parameters that came."""
     return step.valued("grad_output") | step.valued("param_grad")
 
 
-def _measured_ids(step: Step) -> Counts:
-    return np.flatnonzero(_measured(step))
+def _list_measured(step: Step) -> Counts:
+    return np.flatnonzero(_find_measured(step))
 
 
 @rule(of=("grad_output", "param_grad"), per_site=False, depth=4)
@@ -98,11 +98,11 @@ def exploding_gradients(
     form; behind a layer scale that grows): it must be ``beyond`` = 10 times the median of every other of its kind; and
     models with fewer than six outputs that have gradients have no depth.
     """
-    measured, ids = step.alike(_measured), step.alike(_measured_ids)
+    measured, ids = step.alike(_find_measured), step.alike(_list_measured)
     if not len(ids):
         return None
     text = "the gradients grow {value} times {path}. Lower the initial weights, normalise, or add residual connections."
-    over = _over_depth(step, memory, depth, depth_consecutive_steps, text)
+    over = _judge_depth(step, memory, depth, depth_consecutive_steps, text)
     rms, usual = step.totals.rms, memory.window("rms", window, min_history)
     grown, ratios = measured & (rms > past / _MARGIN * usual.median(len(rms), is_exact=False)), rms
     if np.count_nonzero(grown):
@@ -116,7 +116,7 @@ def exploding_gradients(
             "{tensor} has been {threshold} times its usual size for {steps} measured steps, now {value} times{others}. "
             "Lower the learning rate, or clip gradients."
         )
-        words = {"others": _and_others, "steps": str(consecutive_steps)}
+        words = {"others": _say_others, "steps": str(consecutive_steps)}
         found.append(
             Ill(grown, text, ratios, past, lambda site: "critical" if ratios[site] > 100 * past else "warning",
                 measured, consecutive_steps, key="past", together=True, words=words)
@@ -154,11 +154,11 @@ def vanishing_gradients(
     tokens); a zero gradient behind weights that begin at zero (LoRA, the last norm of a residual block) lasts a step or
     two; and models with fewer than six outputs that have gradients have no depth.
     """
-    ids = step.alike(_measured_ids)
+    ids = step.alike(_list_measured)
     if not len(ids):
         return None
     text = "the gradients fall to {value} {path}: they vanish, and what lies there does not learn. "
-    over = _over_depth(step, memory, depth, consecutive_steps, text)
+    over = _judge_depth(step, memory, depth, consecutive_steps, text)
     if over is not None and over.where:
         zero = [site for site in step.ordered("output") if has_zero_weights(step, site)]
         over.words = {**over.words, "zero": step.names_of(zero)}
@@ -172,7 +172,7 @@ def vanishing_gradients(
     each = rms[ids] / usual.median(len(rms), is_exact=False)[ids]
     if memory.streak("past").goes_on or np.fmin.reduce(each) <= _MARGIN * past * np.fmax.reduce(each):  # seldom
         median = usual.median(len(rms))
-        known = step.alike(_measured) & (step.totals.count >= values * step.calls) & (median > 0)
+        known = step.alike(_find_measured) & (step.totals.count >= values * step.calls) & (median > 0)
         ratios = np.divide(rms, median, out=np.full_like(rms, np.nan), where=known)
         ratios /= middle(ratios[known])
         text = (
@@ -181,7 +181,7 @@ def vanishing_gradients(
         )
         found.append(
             Ill(known & (ratios < past), text, ratios, past, judged=known, steps=consecutive_steps, key="past",
-                together=True, words={"others": _and_others})
+                together=True, words={"others": _say_others})
         )  # fmt: skip
     usual.push(rms, ids)
     return found
@@ -197,5 +197,5 @@ def _largest_of_kind(step: Step, median: Array) -> Array:
     return result
 
 
-def _and_others(ill: list[int]) -> str:
+def _say_others(ill: list[int]) -> str:
     return f", and so have {times(len(ill) - 1, 'other gradient')}" if len(ill) > 1 else ""

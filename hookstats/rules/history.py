@@ -18,7 +18,7 @@ _REFRESH = 16  # steps, after which a window's medians are taken anew at the lat
 _Values = TypeVar("_Values", bound=NDArray[Any])
 
 
-def extended(values: _Values, sites: int, missing: Any) -> _Values:
+def extend(values: _Values, sites: int, missing: Any) -> _Values:
     """Return what is remembered of each site by id, with `missing` for those that have appeared since."""
     if len(values) >= sites:
         return values
@@ -77,7 +77,7 @@ class Window:
         new = sites - len(self._pushed)
         if new > 0:
             self._values = np.concatenate([self._values, np.zeros((new, self._length))])
-            self._pushed = extended(self._pushed, sites, 0)
+            self._pushed = extend(self._pushed, sites, 0)
 
 
 class Streak:
@@ -95,7 +95,7 @@ class Streak:
         """
         new = len(ill) - len(self.lengths)
         if new > 0:
-            self.lengths, self.since = extended(self.lengths, len(ill), 0), extended(self.since, len(ill), number)
+            self.lengths, self.since = extend(self.lengths, len(ill), 0), extend(self.since, len(ill), number)
         if not self.goes_on and not np.count_nonzero(ill):  # five times as fast as ill.any()
             return ill
         lengths = self.lengths
@@ -156,7 +156,7 @@ class Course:
         beyond = usual + max(sigmas * self.deviation, tail * furthest)
         return self.level * math.exp(min(beyond, 700.0)) if self.in_logs else self.level + beyond
 
-    def surely_holds(self, value: float, tail: float) -> bool:
+    def is_surely_usual(self, value: float, tail: float) -> bool:
         """Return whether a value is within each `limit` of this tail: it is known at once, while a deviation is not."""
         usual = max(_middle(self._distances), 0.0)
         beyond = usual + tail * max(self._distances[-1] - usual, 0.0)

@@ -81,7 +81,7 @@ def input_shift(
                 continue
             level, shift = course.level, size / course.level
             is_near = 1 / factor <= shift <= factor
-            if len(course) >= min_history and not (is_near and course.surely_holds(size, tail)):
+            if len(course) >= min_history and not (is_near and course.is_surely_usual(size, tail)):
                 limit = course.limit(sigmas, tail)
                 beyond = max(limit / level, factor)
                 if len(found) == count and not 1 / beyond <= shift <= beyond:
@@ -158,10 +158,10 @@ def constant_input(
         )
         words = {"length": str(streak.lengths[site]), "largest": totals.max[site]}
         return [Ill(True, text, 0.0, 0.0, since=int(streak.since[site]), site=site, words=words)]
-    return _repeated(step, memory, [site for site in inputs if _is_first(step, site)], batches)
+    return _judge_repeats(step, memory, [site for site in inputs if _is_first(step, site)], batches)
 
 
-def _repeated(step: Step, memory: Memory, inputs: list[int], batches: int) -> list[Ill]:
+def _judge_repeats(step: Step, memory: Memory, inputs: list[int], batches: int) -> list[Ill]:
     """Return what is said of batches that come again, all of them or some."""
     if not inputs:
         return []

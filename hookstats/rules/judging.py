@@ -15,7 +15,7 @@ from hookstats.numbers.snapshot import Snapshot
 from hookstats.rules.engine import REGISTERED, Rule, Verdict
 from hookstats.rules.finding import SEVERITIES, Finding
 from hookstats.rules.memory import Memory, from_state, to_state
-from hookstats.rules.samples import named
+from hookstats.rules.samples import add_samples
 from hookstats.rules.step import SiteIds, Step
 from hookstats.rules.story import Plot
 
@@ -39,7 +39,7 @@ def rules_of_laws() -> dict[str, Rule]:
     return {each.law: each for each in defaults() if each.law}
 
 
-def without_declared(rules: Iterable[Rule], laws: Mapping[str, bool]) -> list[Rule]:
+def drop_declared(rules: Iterable[Rule], laws: Mapping[str, bool]) -> list[Rule]:
     """Return the rules but for those of laws that are declared as broken by design. laws: of `hookstats.Options`."""
     return [rule for rule in rules if laws.get(rule.law, True)]
 
@@ -90,7 +90,7 @@ class _Episode(NamedTuple):
     value: float
     threshold: float
 
-    def grows_to(self, finding: Finding) -> bool:
+    def is_worse(self, finding: Finding) -> bool:
         """Return whether it has become more severe, or lies further beyond its threshold by a factor."""
         if SEVERITIES.index(finding.severity) > SEVERITIES.index(self.severity):
             return True
@@ -133,7 +133,7 @@ class _Ruling:
             raise TypeError(f"expected a Finding, got {finding!r}")
         key = (finding.rule, finding.site if self.rule.per_site else None)
         known = self.episodes.get(key)
-        is_new = known is None or self.verdicts - known.last > _ENDED or known.grows_to(finding)
+        is_new = known is None or self.verdicts - known.last > _ENDED or known.is_worse(finding)
         if is_new or known is None:
             known = _Episode(self.verdicts, finding.severity, finding.value, finding.threshold)
         self.episodes[key] = known._replace(last=self.verdicts)
@@ -193,7 +193,7 @@ class Judge:
                     )
                     failed.append(step.finding(name, None, 1.0, 0.0, "warning", sentence))
         told = self._plot.tell(step.number, found, set().union(*(each.seen for each in rulings if each.seen)))
-        return failed + [named(finding, step) for finding in told]
+        return failed + [add_samples(finding, step) for finding in told]
 
     def _applicable(self, step: Step) -> list[_Ruling]:
         """Return the rules whose kinds of tensors came, with all of their rows where these are needed."""

@@ -24,7 +24,7 @@ def _note_losses(step: Step, memory: Memory) -> None:
     memory.last("last losses", 10).extend(losses)
 
 
-def _came_down(memory: Memory) -> bool | None:
+def _has_fallen(memory: Memory) -> bool | None:
     """Return whether the loss has come down since the run began; None where that is not known."""
     if len(memory["last losses"]) < 10:
         return None
@@ -53,10 +53,10 @@ def unchanged_parameters(step: Step, memory: Memory, steps: int = 20, all_steps:
     was looking for. Warmup from 0 and turns of several optimizers end before; while gradients grow from step to step,
     as they do when they are accumulated, it waits for 100 steps.
     """
-    measured, totals = step.alike(measured_updates), step.totals
+    measured, totals = step.alike(find_measured_updates), step.totals
     if not np.count_nonzero(measured):
         return None
-    found = [] if memory.get("has gradients") else _all_zero(step, memory, measured, all_steps)
+    found = [] if memory.get("has gradients") else _judge_zero(step, memory, measured, all_steps)
     changed, streak, sizes = memory.of_sites("changed", False), memory.streak(), memory.get("sizes")
     still = measured & (totals.zeros == totals.count)
     memory["sizes"], stands = totals.l2_norm, bool(np.count_nonzero(still))
@@ -121,7 +121,7 @@ def _is_computed_anew(step: Step, memory: Memory, is_asked: bool) -> Mask:
     return np.asarray(is_new)
 
 
-def _all_zero(step: Step, memory: Memory, measured: Mask, steps: int) -> list[Ill]:
+def _judge_zero(step: Step, memory: Memory, measured: Mask, steps: int) -> list[Ill]:
     """Return what is said where every gradient of a parameter has been 0 since the run began."""
     through = step.fired("grad_output")
     changes = bool((step.totals.abs_max[measured] > 0).any())
@@ -187,7 +187,7 @@ def lost_updates(step: Step, memory: Memory, share: float = 0.8, steps: int = 20
     """
     _note_losses(step, memory)
     totals, streak = step.totals, memory.streak()
-    judged, count, zeros = step.alike(measured_updates), 0.0, 0.0
+    judged, count, zeros = step.alike(find_measured_updates), 0.0, 0.0
     may_be = np.count_nonzero(judged & (totals.zeros > share * totals.count)) > 0
     if not may_be and not streak.goes_on:
         return None
@@ -202,7 +202,7 @@ def lost_updates(step: Step, memory: Memory, share: float = 0.8, steps: int = 20
         return []
     most = step.in_order(judged & (totals.zeros > 0))
     most.sort(key=lambda site: -float(totals.zeros[site] / totals.count[site]))
-    dtype, came_down = _dtype_of(step, most[0]), _came_down(memory)
+    dtype, came_down = _dtype_of(step, most[0]), _has_fallen(memory)
     text = (
         f"{{value:%}} of the sampled elements of the parameters stay as they are in each step: in {dtype} a change "
         f"below 1/{2 ** (_ROUNDED[dtype] + 1)} of a value is lost to rounding. "
@@ -252,7 +252,7 @@ def shrinking_weights(
     going = going & (step.number - streak.since + 1 >= steps)
     if 2 * np.count_nonzero(going) <= np.count_nonzero(measured):
         return []
-    came_down = _came_down(memory)
+    came_down = _has_fallen(memory)
     text = (
         "{names}: smaller by {value:%} in each step, and nearly nothing else changes them: weight decay is stronger "
         f"than the gradient{', and the loss does not come down' if came_down is False else ''}. Lower weight_decay; "
@@ -262,7 +262,7 @@ def shrinking_weights(
     return Ill(going, text, totals.abs_mean / sizes, rate, severity, since=streak.since, together=True)
 
 
-def measured_updates(step: Step) -> Mask:
+def find_measured_updates(step: Step) -> Mask:
     """``[n]``: the updates that have values in this step."""
     return step.updates & (step.totals.count > 0)
 

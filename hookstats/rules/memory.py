@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hookstats.rules.history import Course, Streak, Window, extended
+from hookstats.rules.history import Course, Streak, Window, extend
 
 _Kept = TypeVar("_Kept")
 _COLLECTIONS: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set}
@@ -28,7 +28,7 @@ class Memory(dict[str, Any]):
         """An array ``[n]`` by the ids of sites, with `missing` for those that have appeared since; to be written to."""
         values = self.get(name)
         if values is None or len(values) < self.sites:
-            values = self[name] = extended(
+            values = self[name] = extend(
                 np.empty(0, np.array(missing).dtype) if values is None else values, self.sites, missing
             )
         return values

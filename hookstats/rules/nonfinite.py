@@ -40,7 +40,7 @@ def nonfinite(step: Step, memory: Memory, overflows: int = 16) -> list[Ill]:
     lost, found = _note_losses(step, memory), []
     if bad is not None:
         place = int(np.flatnonzero(bad)[0])
-        found = [_of_tensor(step, memory, place, bad[place], overflows)]
+        found = [_judge_tensor(step, memory, place, bad[place], overflows)]
     elif memory["lost"] is not None:
         masks = step.in_order(memory.of_sites("masks", False) & ~step.is_kind("buffer_sample"))
         masks = [site for site in masks if step.totals.neginfs[site]]
@@ -99,7 +99,7 @@ def _note_losses(step: Step, memory: Memory) -> list[tuple[int, float]]:
     return [(at, loss) for at, loss in losses if not math.isfinite(loss)]
 
 
-def _of_tensor(step: Step, memory: Memory, place: int, bad: float, overflows: int) -> Ill:
+def _judge_tensor(step: Step, memory: Memory, place: int, bad: float, overflows: int) -> Ill:
     """place: in the order of execution. bad: how many of its values are not finite."""
     first, skipped = int(step.order[place]), memory["skipped"]
     kind, is_nan = kind_of(step.sites[first].tensor), bool(step.totals.nans[first])
@@ -108,13 +108,13 @@ def _of_tensor(step: Step, memory: Memory, place: int, bad: float, overflows: in
     if step.overflowed and kind.is_gradient and skipped < overflows:
         text += ": the GradScaler has skipped this step and lowers its scale. Nothing is to be done."
         return Ill(True, text, bad, 0, "note", site=first, words=words)
-    advice = _in_between(step, memory)
+    advice = _say_gap(step, memory)
     if not advice and kind.is_gradient and memory["lost"] == step.number:
         advice = (
             "It began in the loss, which is not finite while all outputs are: look for a logarithm or a division "
             "there, and at the labels."
         )
-    advice = advice or _began(step, place, memory.get("clean"))
+    advice = advice or _say_where(step, place, memory.get("clean"))
     if step.overflowed:
         advice += f" The GradScaler has now skipped {skipped} measured steps in a row."
     if step.is_sampled:
@@ -125,7 +125,7 @@ def _of_tensor(step: Step, memory: Memory, place: int, bad: float, overflows: in
     return Ill(True, text, bad, 0, severity, site=first, words=words)
 
 
-def _in_between(step: Step, memory: Memory) -> str:
+def _say_gap(step: Step, memory: Memory) -> str:
     """Return that it may have begun in steps that were not measured; empty where there are none, or it has not."""
     latest, lost = memory.get("latest"), memory["lost"]
     first = 0 if latest is None else latest + 1
@@ -149,7 +149,7 @@ def _also(step: Step, memory: Memory) -> str:
     return text if clean is None else f"{text}; in step {clean} everything was finite"
 
 
-def _began(step: Step, place: int, clean: int | None) -> str:
+def _say_where(step: Step, place: int, clean: int | None) -> str:
     """Return where in this step it began. place: of the first tensor that holds it, in the order of execution.
 
     clean: the last measured step in which everything was finite.

@@ -53,10 +53,10 @@ def optimizer_formula(step: Step, memory: Memory, factor: float = 1.5, consecuti
         return "critical" if not 1 / factor < far[site] < factor else "warning"
 
     of_formula = Ill(where, say, far, factor, severity, judged=judged, steps=consecutive_steps)
-    return [of_formula, *_resumed(step, memory, factor)]
+    return [of_formula, *_judge_resumed(step, memory, factor)]
 
 
-def _resumed(step: Step, memory: Memory, factor: float) -> list[Ill]:
+def _judge_resumed(step: Step, memory: Memory, factor: float) -> list[Ill]:
     """Learning rates that are others than those before the run was resumed."""
     rates = {name: value for name, value in step.scalars.items() if fnmatchcase(name, "optimizer.*.lr")}
     before, attempt = memory.get("rates", {}), memory.get("attempt", step.attempt)

@@ -29,7 +29,7 @@ def massive_activations(step: Step, value: float = 100.0, ratio: float = 1000.0,
     histogram by exponent it is the mean of their absolute values, which is larger.
     """
     largest, judged = step.totals.abs_max, step.fired("output")
-    ratios = _over_median(step, judged & (largest > value))
+    ratios = _divide_by_median(step, judged & (largest > value))
     text = (
         "{tensor} reaches {largest}, {value} times its median. Trained language models have such values, at tokens "
         "that attention rests on; if they grow, lower the learning rate. Quantised to 8 bits, all other values of it "
@@ -39,7 +39,7 @@ def massive_activations(step: Step, value: float = 100.0, ratio: float = 1000.0,
     return Ill(ratios > ratio, text, ratios, ratio, "note", judged, consecutive_steps, words=words)
 
 
-def _over_median(step: Step, candidates: Mask) -> Array:
+def _divide_by_median(step: Step, candidates: Mask) -> Array:
     """``[n]``: the largest |x| over the median of the values that are not 0; 0 of those that are no candidates."""
     totals, ratios = step.totals, np.zeros(len(step.sites))
     if np.count_nonzero(candidates):
@@ -89,7 +89,7 @@ def outlier_channels(
     # Where fewer than one channel in eight is 100 times as large as most, this follows; it spares the others.
     likely = judged & (totals.abs_max > value) & (totals.abs_max > 7 * totals.abs_mean)
     for site in np.flatnonzero(likely).tolist():
-        ratios[site] = _over_median_channel(step, site, value)
+        ratios[site] = _divide_by_median_channel(step, site, value)
         beyond = set(np.flatnonzero(ratios[site] > ratio).tolist())
         largest[site] = ratios[site].max()
         if largest[site] > severe or len(beyond) > many:
@@ -117,7 +117,7 @@ def outlier_channels(
     return Ill(ill & judged, text, largest, threshold, judged=judged, steps=consecutive_steps, words=words)
 
 
-def _over_median_channel(step: Step, site: int, value: float) -> Array:
+def _divide_by_median_channel(step: Step, site: int, value: float) -> Array:
     """``[channels]``: the largest |x| of each over the median of all; 0 where that says nothing."""
     state = step.state(site)
     assert state is not None

@@ -16,7 +16,7 @@ _RATIO = 4.0  # times the median sample
 _NAMED = 3
 
 
-def named(finding: Finding, step: Step) -> Finding:
+def add_samples(finding: Finding, step: Step) -> Finding:
     """The finding with the samples of its step: see ``sample_ids`` of `Finding`. step: with which it was judged.
 
     What began in an earlier step is not of one batch.
@@ -26,7 +26,7 @@ def named(finding: Finding, step: Step) -> Finding:
         return finding
     found = _outliers(step, ids) if finding.step == step.number else None
     if found is None:
-        told = f" Step {finding.step} had {'sample' if len(ids) == 1 else 'samples'} {_listed(ids)}."
+        told = f" Step {finding.step} had {'sample' if len(ids) == 1 else 'samples'} {_list_ids(ids)}."
         return replace(finding, sample_ids=tuple(ids.tolist()), sentence=finding.sentence + told)
     site, outliers, ratio = found
     one = len(outliers) == 1
@@ -35,12 +35,12 @@ def named(finding: Finding, step: Step) -> Finding:
         how = f"{'' if one else 'up to '}{number(ratio)} times that of the median sample"
     told = (
         f" Of the {times(len(ids), 'sample')} of step {finding.step}, {len(outliers)} stand{'s' if one else ''} out "
-        f"({_listed(outliers)}): {'its' if one else 'their'} rms at {tensor_of(site)} is {how}."
+        f"({_list_ids(outliers)}): {'its' if one else 'their'} rms at {tensor_of(site)} is {how}."
     )
     return replace(finding, sample_ids=tuple(outliers.tolist()), sentence=finding.sentence + told)
 
 
-def _listed(ids: Counts) -> str:
+def _list_ids(ids: Counts) -> str:
     """A few of them, and how many more there are."""
     more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
     return ", ".join(map(str, ids[:_NAMED].tolist())) + more

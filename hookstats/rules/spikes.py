@@ -82,14 +82,14 @@ def loss_spike(
     past, last, firsts = memory.course("past", window), memory.last("last", 30), memory.setdefault("firsts", [])
     for at, value in values.items():
         is_known, limit = len(past) >= min_history, math.inf
-        if is_known and (memory.get("jump") is not None or not past.surely_holds(value, tail)):
+        if is_known and (memory.get("jump") is not None or not past.is_surely_usual(value, tail)):
             limit = past.limit(sigmas, tail)
         if past.in_logs and is_known:
             limit = max(limit, past.level * (1 + _LEAST_RISE))
-        found.append(_jump_ended(memory, at, value, past.in_logs, consecutive_steps))
+        found.append(_judge_jump_end(memory, at, value, past.in_logs, consecutive_steps))
         least = undone * (firsts[0] - memory["lowest"]) if firsts else math.inf
-        found.append(_jumped(memory, at, value, past.level, limit, least, has_moved))
-        rising = _rising(memory, value, past if is_known else None)
+        found.append(_judge_jump(memory, at, value, past.level, limit, least, has_moved))
+        rising = _count_rising(memory, value, past if is_known else None)
         if rising:
             text = "training diverges: the {scalar} has risen for {rising} steps, to {value}. Go back to a checkpoint, "
             text, words = f"{text}and {_ADVICE}", {"rising": str(rising)}
@@ -108,7 +108,7 @@ def loss_spike(
     return problems
 
 
-def _jumped(
+def _judge_jump(
     memory: Memory, at: int, value: float, level: float, limit: float, least: float, has_moved: bool | None
 ) -> Ill | None:
     """least: what it must have undone of what the loss has come down."""
@@ -138,7 +138,7 @@ def _jumped(
     return Ill(True, text, value, limit, "warning" if is_ill else "note", since=since, at=at, words=words)
 
 
-def _jump_ended(memory: Memory, at: int, value: float, in_logs: bool, consecutive_steps: int) -> Ill | None:
+def _judge_jump_end(memory: Memory, at: int, value: float, in_logs: bool, consecutive_steps: int) -> Ill | None:
     """Return what a jump was: the loss has come back from it, all at once, or it has not."""
     if memory.get("jump") is None:
         return None
@@ -166,7 +166,7 @@ def _jump_ended(memory: Memory, at: int, value: float, in_logs: bool, consecutiv
     return None
 
 
-def _rising(memory: Memory, value: float, past: Course | None) -> int:
+def _count_rising(memory: Memory, value: float, past: Course | None) -> int:
     """Return over how many steps the loss has risen; 0: it has not. past: None: how much it varies is not known yet."""
     firsts, last = memory["firsts"], [*memory.last("last", 30), value]
     if len(last) < 9 or not firsts or max(last) <= firsts[0] or min(last) <= 0 or min(firsts) <= 0:

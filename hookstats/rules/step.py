@@ -22,7 +22,7 @@ _Over = TypeVar("_Over", bound=NDArray[Any])
 _Made = TypeVar("_Made")
 
 
-class Totals(Stats[Array]):
+class StepTotals(Stats[Array]):
     """Statistics of all sites ``[n]``: those that rules ask for are finished at once, the others when they are read."""
 
     def __init__(self, moments: Array) -> None:
@@ -263,10 +263,10 @@ class Step:
     def totals(self) -> Stats[Array]:
         """Statistics of each site, ``[n]``, without the scaler's scale."""
         if self._is_aligned:
-            return Totals(unscale(self._frame.wholes, self._frame.scales))
+            return StepTotals(unscale(self._frame.wholes, self._frame.scales))
         wholes = np.zeros((len(FIELDS), len(self.sites)))
         wholes[:, self._ids] = unscale(self._frame.wholes, self._frame.scales)
-        return Totals(wholes)
+        return StepTotals(wholes)
 
     @cached_property
     def nonfinite(self) -> Array:

@@ -55,7 +55,7 @@ class Plot:
                 each.until = number
         self._told = [each for each in self._told if self._steps - each.last <= _KNOWN]
         result = []
-        for finding in in_order(together(found)):
+        for finding in order_findings(merge_findings(found)):
             cause, is_critical = self._cause(finding), finding.severity == "critical"
             if cause is None:
                 self._told.append(_Standing(finding, self._steps, number, is_critical))
@@ -78,13 +78,13 @@ class Plot:
         self._told = [_Standing(Finding.from_json(finding), *others) for finding, *others in state["told"]]
 
     def _cause(self, finding: Finding) -> _Standing | None:
-        began = _began(finding)
+        began = _find_start(finding)
         standing = [
             each
             for each in self._told
             if began <= each.until
             and explains(each.finding, finding)
-            and (each.finding.rule == finding.rule or _began(each.finding) <= began)
+            and (each.finding.rule == finding.rule or _find_start(each.finding) <= began)
         ]
         return min(standing, key=lambda each: (depth(each.finding.rule), each.finding.step)) if standing else None
 
@@ -99,7 +99,7 @@ class _Standing:
     has_critical: bool  # whether it is critical, or anything that followed from it
 
 
-def _began(finding: Finding) -> int:
+def _find_start(finding: Finding) -> int:
     return finding.step if finding.since is None else finding.since
 
 
@@ -115,7 +115,7 @@ def explains(cause: Finding, effect: Finding) -> bool:
     return depth(cause.rule) <= depth(effect.rule)
 
 
-def together(found: Iterable[Finding]) -> list[Finding]:
+def merge_findings(found: Iterable[Finding]) -> list[Finding]:
     """The findings of one step: those of one rule, kind of tensor and severity become the first of them.
 
     It lists the sites of all; its sentence says how many there are.
@@ -135,13 +135,13 @@ def together(found: Iterable[Finding]) -> list[Finding]:
             more = "" if len(others) <= 3 else f" and {len(others) - 3} more"
             sentence = f"{first.sentence} The same holds at {times(len(others), 'other site')}: {names}{more}."
             kept = tuple(site for site in sites[:MOST_SITES] if site is not None)
-            since = min(map(_began, (first, *others)))
+            since = min(map(_find_start, (first, *others)))
             first = replace(first, sentence=sentence, sites=kept, site_count=len(sites), since=since)
         result.append(first)
     return result
 
 
-def in_order(found: Iterable[Finding]) -> list[Finding]:
+def order_findings(found: Iterable[Finding]) -> list[Finding]:
     """Findings of one step, causes before effects; the graver one first where both look at the same."""
     return sorted(found, key=lambda each: (depth(each.rule), -SEVERITIES.index(each.severity)))
 
@@ -165,11 +165,11 @@ def story(findings: Iterable[Finding]) -> list[Chapter]:
             chapters.setdefault((each.attempt, each.rank, each.as_cause), Chapter(each))
         else:
             chapter.effects.append(each)
-    told = [_as_grave(chapter) for chapter in _adopted(list(chapters.values()))]
-    return sorted(told, key=lambda each: (-_gravity(each), each.finding.step))
+    told = [_raise_severity(chapter) for chapter in _adopt_effects(list(chapters.values()))]
+    return sorted(told, key=lambda each: (-_rank_severity(each), each.finding.step))
 
 
-def _as_grave(chapter: Chapter) -> Chapter:
+def _raise_severity(chapter: Chapter) -> Chapter:
     """A chapter whose beginning is as grave as what followed from it, and does not say that nothing is wrong."""
     finding, rank = chapter.finding, SEVERITIES.index
     worst = max(chapter.effects, key=lambda each: rank(each.severity), default=finding)
@@ -180,11 +180,11 @@ def _as_grave(chapter: Chapter) -> Chapter:
     return Chapter(replace(finding, severity=worst.severity, sentence=" ".join(sentences)), chapter.effects)
 
 
-def _adopted(chapters: list[Chapter]) -> list[Chapter]:
+def _adopt_effects(chapters: list[Chapter]) -> list[Chapter]:
     """Make effects of those that began after a deeper cause had begun, which was told later."""
     causes: dict[int, Chapter] = {}
     for chapter in chapters:
-        found = [other for other in chapters if other is not chapter and _came_first(other.finding, chapter.finding)]
+        found = [other for other in chapters if other is not chapter and _comes_first(other.finding, chapter.finding)]
         if found:
             causes[id(chapter)] = min(found, key=lambda other: (depth(other.finding.rule), other.finding.step))
     for chapter in chapters:
@@ -199,17 +199,17 @@ def _adopted(chapters: list[Chapter]) -> list[Chapter]:
     return left
 
 
-def _came_first(cause: Finding, effect: Finding) -> bool:
+def _comes_first(cause: Finding, effect: Finding) -> bool:
     """Return whether a finding that was told later names what the other one follows from."""
     if (cause.attempt, cause.rank) != (effect.attempt, effect.rank):
         return False
-    began, seen = _began(cause), _began(effect)
+    began, seen = _find_start(cause), _find_start(effect)
     is_same = (cause.rule, cause.site) == (effect.rule, effect.site) and began <= effect.step  # which became graver
     is_deeper = depth(cause.rule) < depth(effect.rule) or (is_same and cause.severity != effect.severity)
     return is_deeper and explains(cause, effect) and began <= seen <= cause.step
 
 
-def _gravity(chapter: Chapter) -> int:
+def _rank_severity(chapter: Chapter) -> int:
     return max(SEVERITIES.index(each.severity) for each in (chapter.finding, *chapter.effects))
 
 
@@ -219,7 +219,7 @@ def head(findings: Iterable[Finding], loss: tuple[int, float] | None = None) -> 
     loss: the last step with a loss, and that loss. A divergence that it has come back from is told as the past.
     """
     chapters = story(findings)
-    grave = [each for each in chapters if _gravity(each) > 0]
+    grave = [each for each in chapters if _rank_severity(each) > 0]
     notes = len(chapters) - len(grave)
     if not grave:
         said = f"{times(notes, 'note')} {'is' if notes == 1 else 'are'} good to know" if notes else ""
@@ -230,11 +230,11 @@ def head(findings: Iterable[Finding], loss: tuple[int, float] | None = None) -> 
         came_back = loss is not None and finding.rule == "loss-spike" and loss[1] <= finding.threshold < finding.value
         if loss is not None and came_back and finding.severity == "critical":
             rose = f"Since step {finding.since}: the loss rose to {number(finding.value)} by step {finding.step}"
-            sentences.append(f"{rose}; it is {number(loss[1])} in step {loss[0]}{_followed(chapter.effects)}.")
+            sentences.append(f"{rose}; it is {number(loss[1])} in step {loss[0]}{_say_consequences(chapter.effects)}.")
             continue
         since = f"Since step {finding.since}" if finding.since != finding.step else f"In step {finding.step}"
         first = re.sub(rf" (since|of) step {finding.since}\b", "", _first_sentence(finding.sentence), count=1)
-        sentences.append(f"{since}: {first}{_followed(chapter.effects)}.")
+        sentences.append(f"{since}: {first}{_say_consequences(chapter.effects)}.")
     if len(grave) > 3:
         sentences.append(f"{times(len(grave) - 3, 'other problem')} {'is' if len(grave) == 4 else 'are'} told below.")
     if notes:
@@ -249,7 +249,7 @@ def _first_sentence(text: str) -> str:
     return text.partition(". ")[0].rstrip(".")
 
 
-def _followed(effects: list[Finding]) -> str:
+def _say_consequences(effects: list[Finding]) -> str:
     """The rules of what follows, each once, in order."""
     if not effects:
         return ""

@@ -92,7 +92,7 @@ def update_ratio(
             came_down = _before(losses, step.number) < _before(losses, int(streak.since[site]))
             say(site, step.number, value, came_down, False)
     for site, (at, value) in list(rewritten.items()):
-        went_up = _went_up(losses, at, worse)
+        went_up = _has_risen(losses, at, worse)
         if went_up:
             say(site, at, value, False, True)
         if went_up or step.number >= at + _AFTER:
@@ -112,7 +112,7 @@ def _before(losses: dict[int, float], at: int) -> float:
     return middle(np.array([loss for number, loss in losses.items() if at - 3 < number <= at]))
 
 
-def _went_up(losses: dict[int, float], at: int, worse: float) -> bool:
+def _has_risen(losses: dict[int, float], at: int, worse: float) -> bool:
     before, after = _before(losses, at), [loss for number, loss in losses.items() if at < number <= at + _AFTER]
     limit = before + worse * abs(before)
     return any(middle(np.array(after[i : i + 3])) > limit for i in range(len(after) - 2))

@@ -9,7 +9,7 @@ from importlib.resources import files
 
 import numpy as np
 
-from hookstats.report.page import asset, escaped, hashed
+from hookstats.report.page import asset, escape_html, hash_source
 from hookstats.serve.runs import Summary
 from hookstats.serve.server import Answer
 
@@ -29,7 +29,7 @@ def index(directory: str, runs: Iterable[tuple[str, Summary]]) -> Answer:
     ordered = sorted(runs, key=lambda each: (-each[1].changed, each[1].name))
     rows = "".join(_row(id, run) for id, run in ordered)
     body = (
-        f'<main>\n<header><p class="mark">hookstats serve</p><h1>{escaped(directory)}</h1></header>\n'
+        f'<main>\n<header><p class="mark">hookstats serve</p><h1>{escape_html(directory)}</h1></header>\n'
         '<div class="tools"><label for="filter"><span>Filter</span></label>'
         '<input id="filter" type="search" autocomplete="off" spellcheck="false">'
         '<span id="count" class="muted" aria-live="polite"></span><a id="both" hidden>Show both on one page</a></div>\n'
@@ -37,9 +37,9 @@ def index(directory: str, runs: Iterable[tuple[str, Summary]]) -> Answer:
         f'<div class="runs"><table><thead><tr>{heads}</tr></thead>\n<tbody id="rows">'
         f"{rows or _NO_RUN}</tbody></table></div>\n</main>\n<script>{script}</script>\n"
     )
-    policy = f"script-src '{hashed(script)}'; style-src '{hashed(style)}'; connect-src 'self'"
+    policy = f"script-src '{hash_source(script)}'; style-src '{hash_source(style)}'; connect-src 'self'"
     found = _page("runs", style, body, policy)
-    return found._replace(tag=hashed(found.body.decode()))
+    return found._replace(tag=hash_source(found.body.decode()))
 
 
 _NO_RUN = '<tr><td colspan="9" class="muted">There is no run yet.</td></tr>'
@@ -50,26 +50,26 @@ def _row(id: str, run: Summary) -> str:
         f'<span class="{name}">{count} {name}{"s" if name != "critical" and count > 1 else ""}</span>'
         for name, count in run.findings
     )
-    kind, sentence = escaped(run.state.kind), escaped(run.state.sentence)
-    word = escaped(_WORDS.get(run.state.kind, run.state.kind))
+    kind, sentence = escape_html(run.state.kind), escape_html(run.state.sentence)
+    word = escape_html(_WORDS.get(run.state.kind, run.state.kind))
     cells = (
         ("state", f'<span class="state {kind}" title="{sentence}"><i></i>{word}</span>'),
-        ("", escaped(run.model)),
+        ("", escape_html(run.model)),
         ("number", "" if run.step is None else f"step {run.step}"),
         ("", _loss(run)),
         ("findings-of", findings),
         ("number", "" if not run.ranks else f"{run.ranks} rank{'s' * (run.ranks > 1)}"),
-        ("number muted", _when(run.changed)),
-        ("tick", f'<input type="checkbox" value="{id}" aria-label="beside another run: {escaped(run.name)}">'),
+        ("number muted", _format_time(run.changed)),
+        ("tick", f'<input type="checkbox" value="{id}" aria-label="beside another run: {escape_html(run.name)}">'),
     )
     rest = "".join(f'<td class="{kind}">{cell}</td>' for kind, cell in cells)
-    return f'<tr><th scope="row"><a href="/run/{id}/"><bdi>{escaped(run.name)}</bdi></a></th>{rest}</tr>\n'
+    return f'<tr><th scope="row"><a href="/run/{id}/"><bdi>{escape_html(run.name)}</bdi></a></th>{rest}</tr>\n'
 
 
 _WORDS = {"recording": "alive", "ended": "closed"}
 
 
-def _when(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else ""
 
 
@@ -96,15 +96,16 @@ def _loss(run: Summary) -> str:
     return f'<svg class="spark" {shape} aria-hidden="true">{paths}</svg> <span{kind}>{run.last_loss:.4g}</span>'
 
 
-def told(status: HTTPStatus, title: str, sentence: str, kind: str = "", again: int | None = None) -> Answer:
+def render_message(status: HTTPStatus, title: str, sentence: str, kind: str = "", again: int | None = None) -> Answer:
     """A page that says one thing. kind: of the state of a run; again: seconds after which it asks for itself anew."""
     style = asset("page.css")
     refresh = "" if again is None else f'<meta http-equiv="refresh" content="{again}">\n'
     body = (
-        f'<main data-state="{kind}">\n<p class="mark"><a href="/">hookstats serve</a></p>\n<h1>{escaped(title)}</h1>\n'
-        f'<p class="lead">{escaped(sentence)}</p>\n<p><a href="/">All runs</a></p>\n</main>\n'
+        f'<main data-state="{kind}">\n<p class="mark"><a href="/">hookstats '
+        f"serve</a></p>\n<h1>{escape_html(title)}</h1>\n"
+        f'<p class="lead">{escape_html(sentence)}</p>\n<p><a href="/">All runs</a></p>\n</main>\n'
     )
-    return _page(title, style, body, f"style-src '{hashed(style)}'", status, refresh)
+    return _page(title, style, body, f"style-src '{hash_source(style)}'", status, refresh)
 
 
 def _page(title: str, style: str, body: str, policy: str, status: HTTPStatus = HTTPStatus.OK, more: str = "") -> Answer:
@@ -112,7 +113,7 @@ def _page(title: str, style: str, body: str, policy: str, status: HTTPStatus = H
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
-        f"<title>{escaped(title)} · hookstats</title>\n<style>{style}</style>\n"
+        f"<title>{escape_html(title)} · hookstats</title>\n<style>{style}</style>\n"
     )
     whole = f"{head}{more}</head>\n<body>\n{body}</body>\n</html>\n".encode()
     rest = "default-src 'none'; img-src data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from hookstats.records.errors import RunError
 from hookstats.report.page import page, policy
-from hookstats.report.writing import Contents
+from hookstats.report.writing import PageContents
 from hookstats.serve import pages
-from hookstats.serve.runs import Runs, Watched, changed, together, unreadable
-from hookstats.serve.server import Answer, Query, said
+from hookstats.serve.runs import Runs, Watched, find_last_change, merge_states, unreadable
+from hookstats.serve.server import Answer, Query, answer_text
 
 _RUN = re.compile(r"/run/([0-9a-f]{16})/(?:([0-9a-f]{16})/)?(blob|)")  # of a run, or of two
 _POLICY = policy(is_live=True) + "; frame-ancestors 'none'"
@@ -27,7 +27,7 @@ _VERSIONS = 2  # of each: somebody may still ask for bytes of the last one
 _LEVEL = 4  # of gzip
 
 
-class Page:
+class RunPage:
     """The page of a run, or of two: made anew when they have changed, and somebody asks for it.
 
     The first to ask waits until it is made, and whoever asks meanwhile waits as well.
@@ -36,63 +36,63 @@ class Page:
     def __init__(self, runs: list[Watched]) -> None:
         self._runs = runs
         self._lock = threading.Lock()
-        self._made: OrderedDict[str, Contents] = OrderedDict()  # by version
+        self._made: OrderedDict[str, PageContents] = OrderedDict()  # by version
         self._ended = 0.0  # when the last one was made
         self._sent: tuple[str, bytes] = ("", b"")  # the last page that was sent, by its tag
 
     def answer(self) -> Answer:
-        state, name = together(self._runs), " and ".join(run.name for run in self._runs)
+        state, name = merge_states(self._runs), " and ".join(run.name for run in self._runs)
         if state.kind == "deleted":
-            return pages.told(HTTPStatus.OK, name, "This run was deleted.", state.kind)
+            return pages.render_message(HTTPStatus.OK, name, "This run was deleted.", state.kind)
         with self._lock:
             try:
                 version, made = self._newest()
                 first = {"rms.relative": made["rms.relative"]}
             except (ValueError, OSError) as error:  # deleted or torn, also while it is read
-                return self._refused(name, error)
+                return self._render_refusal(name, error)
             tag = f"{version}-{hashlib.sha256(repr(state).encode()).hexdigest()[:8]}"
             if self._sent[0] != tag:
-                last = max(changed(run.look()[1]) for run in self._runs)
+                last = max(find_last_change(run.look()[1]) for run in self._runs)
                 told = {"version": version, "tag": tag, "state": [state.kind, state.sentence, last]}
                 whole = page(made.record | told, first, is_live=True)
                 self._sent = (tag, gzip.compress(whole.encode(), _LEVEL, mtime=0))
             return Answer(HTTPStatus.OK, self._sent[1], "text/html; charset=utf-8", _POLICY, True, tag)
 
-    def _newest(self) -> tuple[str, Contents]:
+    def _newest(self) -> tuple[str, PageContents]:
         marks = [run.look()[1] for run in self._runs]
         version, last = hashlib.sha256(repr(marks).encode()).hexdigest()[:16], next(reversed(self._made), None)
-        if version != last and (last is None or time.monotonic() >= self._again(self._made[last])):
-            self._made[version] = Contents(*(run.recorded() for run in self._runs))
+        if version != last and (last is None or time.monotonic() >= self._find_next_time(self._made[last])):
+            self._made[version] = PageContents(*(run.load_recorded() for run in self._runs))
             self._made.move_to_end(version)
             self._ended = time.monotonic()
             while len(self._made) > _VERSIONS:
                 self._made.popitem(last=False)
         return next(reversed(self._made.items()))
 
-    def _again(self, last: Contents) -> float:
+    def _find_next_time(self, last: PageContents) -> float:
         """Return when it may be made anew. What was asked for of the last version since it was made counts as well."""
         return self._ended + max(_EVERY, _REST * last.seconds)
 
-    def _refused(self, name: str, error: Exception) -> Answer:
+    def _render_refusal(self, name: str, error: Exception) -> Answer:
         torn = unreadable(self._runs[0].path, error)
         if isinstance(error, RunError):
-            return pages.told(HTTPStatus.OK, name, torn.sentence, torn.kind, 5)
+            return pages.render_message(HTTPStatus.OK, name, torn.sentence, torn.kind, 5)
         if len(self._runs) > 1:
             words = f"The two cannot be shown together: {str(error)[:500]}."
-            return pages.told(HTTPStatus.OK, name, words, "waiting", 5)
+            return pages.render_message(HTTPStatus.OK, name, words, "waiting", 5)
         words = "Nothing is recorded yet. This page looks again by itself."
-        return pages.told(HTTPStatus.OK, name, words, "waiting", 1)
+        return pages.render_message(HTTPStatus.OK, name, words, "waiting", 1)
 
     def blob(self, version: str, name: str) -> Answer:
         made = self._made.get(version)  # nobody waits for a newer one
         if made is None:
-            return said(HTTPStatus.GONE, "The run has grown since; ask for its page.")
+            return answer_text(HTTPStatus.GONE, "The run has grown since; ask for its page.")
         try:
             packed = gzip.compress(made[name], _LEVEL, mtime=0)
         except KeyError:
-            return said(HTTPStatus.NOT_FOUND, "There are no such numbers.")
+            return answer_text(HTTPStatus.NOT_FOUND, "There are no such numbers.")
         except (ValueError, OSError):  # files that are merged into others, or gone
-            return said(HTTPStatus.GONE, "The run has changed since; ask for its page.")
+            return answer_text(HTTPStatus.GONE, "The run has changed since; ask for its page.")
         return Answer(HTTPStatus.OK, packed, "application/octet-stream", packed=True)
 
 
@@ -102,7 +102,7 @@ class Routes:
     def __init__(self, directory: Path) -> None:
         self._runs = Runs(directory)
         self._lock = threading.Lock()
-        self._pages: OrderedDict[tuple[str, str | None], Page] = OrderedDict()
+        self._pages: OrderedDict[tuple[str, str | None], RunPage] = OrderedDict()
 
     def __call__(self, query: Query) -> Answer:
         if query.path == "/":
@@ -112,19 +112,19 @@ class Routes:
         match = _RUN.fullmatch(query.path)
         asked = self._page(match[1], match[2]) if match else None
         if match is None or asked is None:
-            return pages.told(HTTPStatus.NOT_FOUND, "Not found", "There is no such page here.")
+            return pages.render_message(HTTPStatus.NOT_FOUND, "Not found", "There is no such page here.")
         if match[3] == "blob":
             return asked.blob(query.given.get("version", ""), query.given.get("name", ""))
         return asked.answer()
 
-    def _page(self, id: str, other: str | None) -> Page | None:
-        """None where there are no such runs."""
+    def _page(self, id: str, other: str | None) -> RunPage | None:
+        """Find the page of runs by their ids; None where there are no such runs."""
         runs = [self._runs.get(each) for each in (id, other) if each is not None]
         known = [run for run in runs if run is not None]
         if len(known) < len(runs) or id == other:
             return None
         with self._lock:
-            found = self._pages.setdefault((id, other), Page(known))
+            found = self._pages.setdefault((id, other), RunPage(known))
             self._pages.move_to_end((id, other))
             while len(self._pages) > _PAGES:
                 self._pages.popitem(last=False)

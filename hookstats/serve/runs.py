@@ -20,10 +20,10 @@ from hookstats.numbers.fields import Array
 from hookstats.records.errors import RunError
 from hookstats.records.places import runs_below
 from hookstats.records.run import load
-from hookstats.report.loading import recorded
+from hookstats.report.loading import load_recorded
 from hookstats.report.record import Recorded
 from hookstats.report.reducing import edges
-from hookstats.terminal.following import Followed, State
+from hookstats.terminal.following import Followed, RunState
 
 _OFTEN = 1.0  # seconds: a run is looked at no more often, however many look
 _POINTS = 120  # of a sparkline
@@ -41,7 +41,7 @@ class Summary(NamedTuple):
     """
 
     name: str
-    state: State
+    state: RunState
     changed: float
     model: str = ""
     step: int | None = None
@@ -59,10 +59,10 @@ class Watched:
         self.name = name
         self._lock = threading.Lock()
         self._looked = -_OFTEN
-        self._state = State("waiting", "")
+        self._state = RunState("waiting", "")
         self._mark: Mark = ()
 
-    def look(self) -> tuple[State, Mark]:
+    def look(self) -> tuple[RunState, Mark]:
         """Return the run's state, and a mark that changes as soon as more was written; at most a second old."""
         with self._lock:
             if time.monotonic() - self._looked >= _OFTEN:
@@ -74,12 +74,12 @@ class Watched:
                 self._looked = time.monotonic()
             return self._state, self._mark
 
-    def recorded(self) -> Recorded:
+    def load_recorded(self) -> Recorded:
         """Rank 0 of it. ValueError where nothing was measured yet; RunError, OSError as for `hookstats.load`."""
         run = load(self.path)
         if not run.steps:
             raise ValueError("nothing was measured yet")
-        return replace(recorded(run), name=self.name)
+        return replace(load_recorded(run), name=self.name)
 
     def summary(self) -> Summary:
         """Return a summary that is at most a second old. Whatever is wrong with the run stands in it."""
@@ -91,7 +91,7 @@ class Watched:
                 pass  # nothing is recorded yet
             except (ValueError, OSError) as error:  # torn meanwhile
                 state = unreadable(self.path, error)
-        return Summary(self.name, state, changed(mark))
+        return Summary(self.name, state, find_last_change(mark))
 
 
 @lru_cache(maxsize=1000)
@@ -104,8 +104,8 @@ def _summary(path: Path, mark: Mark) -> Summary:
     counts = Counter(finding.severity for finding in run.findings)
     return Summary(
         "",
-        State("waiting", ""),
-        changed(mark),
+        RunState("waiting", ""),
+        find_last_change(mark),
         model_of(settings),
         max([*run.steps[-1:], *steps[-1:]], default=None),
         tuple(_averages(loss).tolist()),
@@ -127,18 +127,18 @@ def _mark(folder: Path) -> Mark:
     return tuple(sorted(found))
 
 
-def changed(mark: Mark) -> float:
+def find_last_change(mark: Mark) -> float:
     """Return when a run changed last, in seconds since the epoch."""
     return max((time for _, time, _ in mark), default=0) / 1e9
 
 
-def together(runs: Sequence[Watched]) -> State:
+def merge_states(runs: Sequence[Watched]) -> RunState:
     """Return the state of one run, or of two that are shown on one page."""
     states = [run.look()[0] for run in runs]
     kind = min((state.kind for state in states), key=_ORDER.index)
     if len(states) == 1:
         return states[0]
-    return State(kind, "; ".join(f"{run.name}: {state.sentence}" for run, state in zip(runs, states, strict=True)))
+    return RunState(kind, "; ".join(f"{run.name}: {state.sentence}" for run, state in zip(runs, states, strict=True)))
 
 
 def model_of(settings: object) -> str:
@@ -147,11 +147,11 @@ def model_of(settings: object) -> str:
     return str(model.get("class", "") if isinstance(model, dict) else model)
 
 
-def unreadable(path: Path, error: Exception | None = None) -> State:
+def unreadable(path: Path, error: Exception | None = None) -> RunState:
     if not path.exists():
-        return State("deleted", "the run was deleted")
+        return RunState("deleted", "the run was deleted")
     kind = "torn" if isinstance(error, RunError) else "unreadable"
-    return State(kind, f"the run cannot be read: {str(error)[:500]}")
+    return RunState(kind, f"the run cannot be read: {str(error)[:500]}")
 
 
 def _averages(values: Array) -> Array:

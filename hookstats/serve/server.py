@@ -78,7 +78,7 @@ class Server(ThreadingHTTPServer):
         shown = f"[{shown}]" if ":" in shown else shown
         return f"http://{shown}:{self.port}/" + (f"?token={self.token}" if self.token else "")
 
-    def told(self) -> list[str]:
+    def describe(self) -> list[str]:
         """Lines for whoever has started it: the address, and who else can ask."""
         lines = [f"runs are shown at {self.address}"]
         if not self.is_local:
@@ -176,26 +176,26 @@ class _Handler(BaseHTTPRequestHandler):
         hosts = self.headers.get_all("Host", [])
         if len(hosts) != 1 or not self.server.is_asked_as(hosts[0].strip()):
             names = "The Host header names another server. Ask by the address that hookstats serve has printed."
-            return said(HTTPStatus.MISDIRECTED_REQUEST, names), {}
+            return answer_text(HTTPStatus.MISDIRECTED_REQUEST, names), {}
         try:
             asked = urlsplit(self.path)
             given = {name: values[-1] for name, values in parse_qs(asked.query, max_num_fields=16).items()}
         except ValueError:
-            return said(HTTPStatus.BAD_REQUEST, "The address cannot be read."), {}
+            return answer_text(HTTPStatus.BAD_REQUEST, "The address cannot be read."), {}
         token = self.server.token
         if token is not None:
             if _equal(given.get("token"), token):
                 cookie = f"{self._cookie}={token}; Path=/; HttpOnly; SameSite=Lax"
-                moved = said(HTTPStatus.SEE_OTHER, "")
+                moved = answer_text(HTTPStatus.SEE_OTHER, "")
                 return moved, {"Location": "/", "Set-Cookie": cookie}
             if not any(_equal(each, token) for each in self._cookies()):
                 words = "This page needs the token: open the whole address that hookstats serve has printed."
-                return said(HTTPStatus.FORBIDDEN, words), {}
+                return answer_text(HTTPStatus.FORBIDDEN, words), {}
         try:
             return self.server.answers(Query(asked.path, given)), {}
         except Exception as error:
             print(f"hookstats serve: {type(error).__name__}: {error}", file=sys.stderr)
-            return said(HTTPStatus.INTERNAL_SERVER_ERROR, "This page could not be made."), {}
+            return answer_text(HTTPStatus.INTERNAL_SERVER_ERROR, "This page could not be made."), {}
 
     @property
     def _cookie(self) -> str:
@@ -209,13 +209,13 @@ class _Handler(BaseHTTPRequestHandler):
         """Send what http.server refuses by itself, in our words and with our headers."""
         status = HTTPStatus.METHOD_NOT_ALLOWED if code == HTTPStatus.NOT_IMPLEMENTED else HTTPStatus(code)
         allow = {"Allow": "GET, HEAD"} if status == HTTPStatus.METHOD_NOT_ALLOWED else {}
-        self._send(said(status, f"{status.phrase}."), {**allow, "Connection": "close"})
+        self._send(answer_text(status, f"{status.phrase}."), {**allow, "Connection": "close"})
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing: what is asked comes from anybody, and a token may stand in it."""
 
 
-def said(status: HTTPStatus, words: str) -> Answer:
+def answer_text(status: HTTPStatus, words: str) -> Answer:
     """A sentence as plain text."""
     return Answer(status, f"{words}\n".encode())
 

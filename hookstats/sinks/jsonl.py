@@ -12,7 +12,7 @@ from typing import Any
 from hookstats._locks import Lock
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.sinks.adapter import FileSink
-from hookstats.sinks.keys import DEFAULT_STATISTICS, Finding, Keys
+from hookstats.sinks.keys import DEFAULT_STATISTICS, FindingLike, Keys
 
 _BEGINNING = b'{"step": '  # of each line
 
@@ -71,7 +71,7 @@ class JsonLines(FileSink):
             row[key] = {"counts": bars.counts.tolist(), "edges": bars.edges.tolist()}
         self._write(row)
 
-    def finding(self, finding: Finding) -> None:
+    def finding(self, finding: FindingLike) -> None:
         """A line of its own: ``step``, ``finding`` (the rule), ``severity``, ``site``, ``value``, ``sentence``, ..."""
         told = finding.to_json()
         self._write({"step": told.pop("step"), "finding": told.pop("rule"), **told})
@@ -80,7 +80,7 @@ class JsonLines(FileSink):
         line = json.dumps(row, ensure_ascii=False).encode() + b"\n"
         file = None if self._lock is None else self._lock.descriptor
         if file is None:
-            file = self._opened()
+            file = self._open_file()
         end = os.fstat(file).st_size
         written = os.write(file, line)
         if written < len(line):  # the disk is full, say: what comes next is to begin a line
@@ -93,7 +93,7 @@ class JsonLines(FileSink):
             self._lock.close()
             self._lock = None
 
-    def _opened(self) -> int:
+    def _open_file(self) -> int:
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         try:
             lock = Lock(file)

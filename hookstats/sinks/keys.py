@@ -12,7 +12,7 @@ import numpy as np
 from hookstats._warn import WarnOnce
 from hookstats.numbers.fields import STATISTICS, Array, Counts, Site
 from hookstats.numbers.kinds import kind_of
-from hookstats.numbers.selection import as_globs, matches, unmatched
+from hookstats.numbers.selection import as_globs, explain_unmatched, matches
 from hookstats.numbers.site_stats import SiteStats
 from hookstats.numbers.snapshot import Snapshot
 
@@ -28,7 +28,7 @@ _MOST_BYTES = {"name": 160, "tensor": 60}
 _MARKED = re.compile(r".*-[0-9a-f]{8}", re.DOTALL)
 
 
-class Finding(Protocol):
+class FindingLike(Protocol):
     """The argument of a sink's ``finding``, a `hookstats.rules.Finding`: its str has step, severity, rule, sentence."""
 
     @property
@@ -94,7 +94,7 @@ class Keys:
         values = {"step": snapshot.step, "nonfinite": float(nonfinite.sum())}
         if (norm := snapshot.grad_norm) is not None:
             values["grad_norm"] = norm
-        values |= {f"scalars/{spelled(name, _MOST_BYTES['name'])}": each for name, each in snapshot.scalars.items()}
+        values |= {f"scalars/{spell_key(name, _MOST_BYTES['name'])}": each for name, each in snapshot.scalars.items()}
         columns = [(statistic, getattr(totals, statistic).tolist()) for statistic in self._statistics]
         for i, site in enumerate(snapshot.order):
             if site not in self._sent:
@@ -129,7 +129,7 @@ class Keys:
         self._known |= dict.fromkeys(new)
         if self._globs is not None:
             self._send(site for site in new if matches(site.name, self._globs))
-            problem = unmatched(f"{self._sink}: sites", self._globs, [site.name for site in self._known])
+            problem = explain_unmatched(f"{self._sink}: sites", self._globs, [site.name for site in self._known])
             if problem is not None:
                 self._tell("sites", problem)
         else:
@@ -143,8 +143,8 @@ class Keys:
 
     def _send(self, sites: Iterable[Site]) -> None:
         for site in sites:
-            tensor = spelled(site.tensor, _MOST_BYTES["tensor"])
-            self._sent[site] = tensor, spelled(site.name, _MOST_BYTES["name"]) if site.name else _MODEL
+            tensor = spell_key(site.tensor, _MOST_BYTES["tensor"])
+            self._sent[site] = tensor, spell_key(site.name, _MOST_BYTES["name"]) if site.name else _MODEL
 
 
 def _strings(what: str, given: Any) -> tuple[str, ...]:
@@ -166,7 +166,7 @@ def _spread(sites: list[Site], most: int) -> list[Site]:
     return [site for site in sites if site in chosen]
 
 
-def spelled(text: str, most: int) -> str:
+def spell_key(text: str, most: int) -> str:
     """Spell a key so that every service takes it: letters, digits, "_", ".", "-" and spaces, without a slash.
 
     Text that is changed, or longer than so many bytes of UTF-8, ends in eight digits of its SHA-256, and so does text

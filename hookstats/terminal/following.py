@@ -18,7 +18,7 @@ from hookstats.records.endings import is_death
 from hookstats.records.errors import NO_STEP, Damaged, RunError
 from hookstats.records.findings import read_findings
 from hookstats.records.parts import list_parts
-from hookstats.records.places import no_run, rank_folder, ring_of, runs_below
+from hookstats.records.places import explain_missing_run, rank_folder, ring_of, runs_below
 from hookstats.records.run import Run, load
 from hookstats.rules import SEVERITIES, Finding
 
@@ -26,7 +26,7 @@ _NEW = 30.0  # seconds
 WINDOW = 48  # steps of a sparkline, and of a site's own past
 
 
-class State(NamedTuple):
+class RunState(NamedTuple):
     """The state of a recording. ``kind``: "waiting", "recording", "ended" or "died"."""
 
     kind: str
@@ -52,7 +52,7 @@ class Followed:
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{path}: expected the directory of a run, got a file")
         if not any(self.path.glob("rank=*")) and runs_below(self.path):
-            raise ValueError(no_run(self.path))
+            raise ValueError(explain_missing_run(self.path))
         self._rank = rank
         self._at = 0  # bytes of findings.jsonl that were read
         self.run: Run | None = None  # as it was at the last look
@@ -85,57 +85,57 @@ class Followed:
             self._rms.append(dict(zip(snapshot.order, _rms(snapshot).tolist(), strict=True)))
         return snapshots, found
 
-    def state(self) -> State:
+    def state(self) -> RunState:
         open_now = open_attempts(self.folder)
         if open_now:
-            return self._of_open(open_now[-1])
+            return self._describe_open(open_now[-1])
         if not self.folder.is_dir():
             others = ", ".join(sorted(each.name for each in self.path.glob("rank=*")))
             there = f"{self.path} has only {others}" if others else f"there is no run in {self.path} yet"
-            return State("waiting", f"waiting for {self.folder.name}: {there}")
+            return RunState("waiting", f"waiting for {self.folder.name}: {there}")
         attempts = attempts_in(self.folder)
         if not attempts and _is_new(self.folder):
-            return State("waiting", "nothing is recorded yet")
+            return RunState("waiting", "nothing is recorded yet")
         if not attempts:
-            return State("ended", f"{self.folder}: {NO_STEP}; no process records into it")
+            return RunState("ended", f"{self.folder}: {NO_STEP}; no process records into it")
         last = attempts[-1]
         ended = str(last.ended)
         if is_death(ended):
-            return State("died", f"training {ended}; all that it had measured is in the record")
+            return RunState("died", f"training {ended}; all that it had measured is in the record")
         how = f", {ended.removeprefix('ended: ').removeprefix('closed: ')}" if ":" in ended else ""
         dropped = f"; {last.dropped} steps found no room and are missing" if last.dropped else ""
-        return State("ended", f"the run has ended{how}{dropped}")
+        return RunState("ended", f"the run has ended{how}{dropped}")
 
-    def _of_open(self, number: int) -> State:
+    def _describe_open(self, number: int) -> RunState:
         path = path_of(self.folder, number)
         left = f"hookstats recover {self.path}"
         try:
             attempt = read_attempt(self.folder, number)
         except FileNotFoundError:
-            return State("waiting", "nothing is recorded yet")
+            return RunState("waiting", "nothing is recorded yet")
         except Damaged:
             if is_training(self.folder, number, None) or self._is_written() or _is_new(path):
-                return State("recording", f"a process records it, but {path.name} cannot be read")
-            return State(
+                return RunState("recording", f"a process records it, but {path.name} cannot be read")
+            return RunState(
                 "died", f"{path.name} cannot be read, and no process records it; what it left is written by: {left}"
             )
         if attempt.ended is not None:  # it has ended meanwhile
             return self.state()
         pid, runs = attempt.pid, is_training(self.folder, number, attempt)
         if runs:
-            return State("recording", f"process {pid} records it")
+            return RunState("recording", f"process {pid} records it")
         if attempt.host and not attempt.is_of_this_machine:
-            return State(
+            return RunState(
                 "recording", f"process {pid} on {attempt.host} records it, or did: that cannot be seen from here"
             )
         if self._is_written():
-            return State("recording", f"the training process {pid} has ended; what it left is being written")
+            return RunState("recording", f"the training process {pid} has ended; what it left is being written")
         if number not in open_attempts(self.folder):  # the writer has finished meanwhile
             return self.state()
         if not ring_of(self.folder, number, attempt.ring).exists() and number not in list_parts(self.folder).begun:
             never = "monitor.step() was never called, or it died before its first step was kept"
-            return State("died", f"the training process {pid} has ended, and nothing of it is recorded: {never}")
-        return State("died", f"the training process {pid} died; what its last steps left is written by: {left}")
+            return RunState("died", f"the training process {pid} has ended, and nothing of it is recorded: {never}")
+        return RunState("died", f"the training process {pid} died; what its last steps left is written by: {left}")
 
     def _is_written(self) -> bool:
         """Tell whether another process holds the folder's lock: a writer that is not done."""
@@ -150,7 +150,7 @@ class Followed:
             found += [each[name] for each in [*earlier.values(), scalars] if name in each]
         return [float(part.mean()) for part in np.array_split(found, most) if len(part)]
 
-    def worst(self, most: int) -> list[Worst]:
+    def find_worst(self, most: int) -> list[Worst]:
         """Sites of the latest step, the worst first."""
         if not self._rms:
             return []
@@ -170,7 +170,7 @@ class Followed:
                 change = 1.0 if rms[-1] == usual else float(np.float64(rms[-1]) / usual)
             grade = gravest.get(site)
             found.append(Worst(site, rms, change, None if grade is None else SEVERITIES[grade]))
-        return sorted(found, key=_badness, reverse=True)[:most]
+        return sorted(found, key=_rank_badness, reverse=True)[:most]
 
 
 def _is_new(path: Path) -> bool:
@@ -181,7 +181,7 @@ def _is_new(path: Path) -> bool:
     return True
 
 
-def _badness(worst: Worst) -> tuple[int, float]:
+def _rank_badness(worst: Worst) -> tuple[int, float]:
     grade = -1 if worst.severity is None else SEVERITIES.index(worst.severity)
     is_finite = np.isfinite(worst.rms[-1]) and np.isfinite(worst.change)
     return grade, abs(float(np.log(max(worst.change, 1e-30)))) if is_finite else float("inf")

@@ -9,7 +9,7 @@ import numpy as np
 BARS = "▁▂▃▄▅▆▇█"
 
 
-def plain(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Escape control characters and bidirectional marks, which a terminal would obey."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.rules import Finding, story
-from hookstats.terminal.following import WINDOW, Followed, State
-from hookstats.terminal.formatting import plain, sparkline
+from hookstats.terminal.following import WINDOW, Followed, RunState
+from hookstats.terminal.formatting import escape_controls, sparkline
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -30,14 +30,14 @@ def watch(followed: Followed, output: TextIO, wait: Callable[[float], None] = ti
         state = followed.state()  # before what it had written is read
         snapshots, found = followed.look()
         for line in lines(followed, snapshots, found):
-            print(plain(line), file=output, flush=True)
+            print(escape_controls(line), file=output, flush=True)
         if state.kind in ("ended", "died"):
             for line in [*summary(followed), state.sentence]:
-                print(plain(line), file=output, flush=True)
+                print(escape_controls(line), file=output, flush=True)
             return int(state.kind == "died")
         if followed.run is None and state.sentence != told:
             told = state.sentence
-            print(plain(told), file=output, flush=True)
+            print(escape_controls(told), file=output, flush=True)
         wait(_SECONDS)
 
 
@@ -51,7 +51,7 @@ def lines(followed: Followed, snapshots: list[Snapshot], found: list[Finding]) -
         result[-1] += "".join(
             f"  worst: {each.site} "
             + (f"rms {each.rms[-1]:.3g} (x {each.change:.3g})" if isfinite(each.rms[-1]) else "is not finite")
-            for each in followed.worst(1)
+            for each in followed.find_worst(1)
         )
     return result + [str(finding) for finding in found if finding.is_news]
 
@@ -66,7 +66,7 @@ def _screen(followed: Followed, wait: Callable[[float], None]) -> int:
     from rich.live import Live
 
     console = Console()
-    state = State("waiting", "")
+    state = RunState("waiting", "")
     with Live(console=console, screen=False, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
             state = followed.state()
@@ -75,21 +75,21 @@ def _screen(followed: Followed, wait: Callable[[float], None]) -> int:
             if state.kind in ("ended", "died"):
                 live.stop()
                 for line in summary(followed):
-                    console.print(plain(line), markup=False, highlight=False)
+                    console.print(escape_controls(line), markup=False, highlight=False)
                 return int(state.kind == "died")
             wait(_SECONDS)
 
 
-def picture(followed: Followed, state: State, height: int, width: int) -> Group:
+def picture(followed: Followed, state: RunState, height: int, width: int) -> Group:
     """A screen of at most `height` lines: the state, scalars, findings, and below them the worst sites."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     def line(text: str, style: str = "") -> Text:
-        return Text(plain(text), style, no_wrap=True, overflow="ellipsis")
+        return Text(escape_controls(text), style, no_wrap=True, overflow="ellipsis")
 
-    sentence = plain(state.sentence)  # whole, for a command may stand in it
+    sentence = escape_controls(state.sentence)  # whole, for a command may stand in it
     parts: list[Any] = [line(str(followed.path), "bold"), Text(sentence, _KINDS[state.kind]), line(_about(followed))]
     names = max(20, width // 3)
     bars = max(8, min(WINDOW, width - names - 42))  # beside tensor and numbers
@@ -104,7 +104,7 @@ def picture(followed: Followed, state: State, height: int, width: int) -> Group:
     for chapter in shown:
         parts.append(line(str(chapter), _COLOURS[chapter.finding.severity]))
     rows = height - len(parts) - len(sentence) // width - 3
-    worst = followed.worst(max(rows, 1))
+    worst = followed.find_worst(max(rows, 1))
     if worst:
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
         table.add_column("worst sites", no_wrap=True, overflow="ellipsis", max_width=names)
@@ -116,7 +116,9 @@ def picture(followed: Followed, state: State, height: int, width: int) -> Group:
             style = _COLOURS.get(each.severity or "", "")
             numbers = [f"{each.rms[-1]:.3g}", f"{each.change:.3g}"] if isfinite(each.rms[-1]) else ["!", "!"]
             cells = [each.site.name or "(model)", each.site.tensor, *numbers]
-            table.add_row(*(Text(plain(cell)) for cell in cells), Text(sparkline(each.rms[-bars:])), style=style)
+            table.add_row(
+                *(Text(escape_controls(cell)) for cell in cells), Text(sparkline(each.rms[-bars:])), style=style
+            )
         parts += [Text(), table]
     return Group(*parts)
 

@@ -180,7 +180,7 @@ class _Buffer:
         return self._host.clone()
 
 
-class _Slot:
+class _KeptCapture:
     """A capture that is kept."""
 
     def __init__(self) -> None:
@@ -205,7 +205,7 @@ class _Ring:
         self._channels = channels
         self._channel_dim = channel_dim
         self._keep = keep
-        self._slots: list[_Slot] = []  # as they are needed
+        self._slots: list[_KeptCapture] = []  # as they are needed
         self._calls = 0
         self.token = torch.tensor(next(self._indices))  # its index, for operators
         _rings[int(self.token)] = self
@@ -253,31 +253,31 @@ class _Ring:
         except Exception as error:  # no memory, say: training goes on
             self._warn(error)
 
-    def put_output(self, x: torch.Tensor) -> _Slot | None:
+    def put_output(self, x: torch.Tensor) -> _KeptCapture | None:
         """The capture that this output, or its recomputation, belongs to; None if this call is not kept."""
-        if order.recomputing():
-            return self._recomputed()
+        if order.is_recomputing():
+            return self._find_recomputed()
         call = self._calls
         self._calls += 1
         if call % self._every:
             return None
         if call // self._every == len(self._slots) < self._keep:
-            self._slots.append(_Slot())
+            self._slots.append(_KeptCapture())
         slot = self._slots[call // self._every % self._keep]
         slot.begin(call)
         self._fill(slot.output, x)
         return slot
 
-    def put_gradient(self, g: torch.Tensor, slot: _Slot | None, call: int) -> None:
+    def put_gradient(self, g: torch.Tensor, slot: _KeptCapture | None, call: int) -> None:
         if slot is not None and slot.call == call:  # not yet taken by a later capture
             self._fill(slot.gradient, g)
 
     def put_edited(self, x: torch.Tensor) -> None:
-        slot = None if order.recomputing() else self._newest()
+        slot = None if order.is_recomputing() else self._newest()
         if slot is not None:
             self._fill(slot.edited, x)
 
-    def _newest(self) -> _Slot | None:
+    def _newest(self) -> _KeptCapture | None:
         """The capture of the last call, if that was kept and its gradient has not come yet."""
         last = self._calls - 1
         if last < 0:
@@ -285,7 +285,7 @@ class _Ring:
         slot = self._slots[last // self._every % self._keep]
         return slot if slot.call == last and not slot.gradient.full else None
 
-    def _recomputed(self) -> _Slot | None:
+    def _find_recomputed(self) -> _KeptCapture | None:
         """The capture that is recomputed. None where several wait for gradients: nothing says whose turn it is."""
         waiting = [slot for slot in self._slots if slot.output.full and not slot.gradient.full]
         return self._newest() if len(waiting) == 1 else None

@@ -31,7 +31,7 @@ from torch import nn
 
 from hookstats import _native
 from hookstats.modules import order
-from hookstats.modules.containers import rebuilt, walk
+from hookstats.modules.containers import rebuild, walk
 from hookstats.modules.selection import Modules, modules_at
 from hookstats.numbers.selection import Globs
 
@@ -109,10 +109,10 @@ def mask_activations(
         raise ValueError(f"threshold: expected a number from 0, got {threshold!r}")
     described = f"mask_activations(threshold={threshold})"
 
-    def masked(x: torch.Tensor) -> torch.Tensor:
+    def zero_small(x: torch.Tensor) -> torch.Tensor:
         return x.masked_fill(x.abs() <= threshold, 0)
 
-    return Edit(described, masked, model, modules, exclude, tensor, VALUES, after)
+    return Edit(described, zero_small, model, modules, exclude, tensor, VALUES, after)
 
 
 def replace(
@@ -222,7 +222,7 @@ class EditHook(order.ModuleHook):
         self.of_gradient = kind in GRADIENTS
         self.counters = [_counter(device)]  # one on each device where tensors were seen, the present one last
 
-    def edited(self, value: Any, inputs: Any) -> Any:
+    def apply_edit(self, value: Any, inputs: Any) -> Any:
         """`value`, with the tensors in question changed, or with hooks for their gradients; `inputs` are not ours."""
         done: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -233,11 +233,11 @@ class EditHook(order.ModuleHook):
             for before, after in done:  # the same tensor in two places is one tensor
                 if before is old:
                     return after
-            new = self._with_gradient_edited(old, inputs) if self.of_gradient else self._changed(old)
+            new = self._edit_gradient(old, inputs) if self.of_gradient else self._apply_change(old)
             done.append((old, new))
             return new
 
-        new = rebuilt(value, change)
+        new = rebuild(value, change)
         if not done:
             found = [f"{self.tensor.partition('.')[0]}{path} {tensor.dtype}" for path, tensor in walk(value)]
             raise TypeError(
@@ -246,7 +246,7 @@ class EditHook(order.ModuleHook):
             )
         return new
 
-    def _with_gradient_edited(self, tensor: torch.Tensor, inputs: Any) -> torch.Tensor:
+    def _edit_gradient(self, tensor: torch.Tensor, inputs: Any) -> torch.Tensor:
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return tensor
         if tensor.is_leaf or any(tensor is other for _, other in walk(inputs)):
@@ -255,12 +255,12 @@ class EditHook(order.ModuleHook):
         def edit_gradient(gradient: torch.Tensor | None) -> torch.Tensor | None:
             if gradient is None or self.edit.removed:  # in a graph: of an output that nobody used
                 return None
-            return self._changed(gradient)
+            return self._apply_change(gradient)
 
         tensor.register_hook(edit_gradient)
         return tensor
 
-    def _changed(self, old: torch.Tensor) -> torch.Tensor:
+    def _apply_change(self, old: torch.Tensor) -> torch.Tensor:
         new = self.edit.change(old)
         if not isinstance(new, torch.Tensor):
             raise TypeError(f"{self.edit.description}: expected fn to return a tensor, got {type(new).__name__}")
@@ -275,7 +275,7 @@ class EditHook(order.ModuleHook):
 
     def _count(self, old: torch.Tensor, new: torch.Tensor) -> None:
         in_graph = torch.compiler.is_compiling()
-        if not in_graph and (_native.has_no_data(old) or (order.recomputing() and not self.of_gradient)):
+        if not in_graph and (_native.has_no_data(old) or (order.is_recomputing() and not self.of_gradient)):
             return
         if self.counters[-1].device != old.device:
             if in_graph:
@@ -296,7 +296,7 @@ class OutputEdit(EditHook):
     """A forward hook."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        return self.edited(output, (args, kwargs))
+        return self.apply_edit(output, (args, kwargs))
 
 
 class InputEdit(EditHook):
@@ -304,7 +304,7 @@ class InputEdit(EditHook):
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         given = {str(place): arg for place, arg in enumerate(args)} | kwargs
-        new = self.edited(given, given)
+        new = self.apply_edit(given, given)
         return tuple(new[str(place)] for place in range(len(args))), {name: new[name] for name in kwargs}
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hookstats.modules.order import ModuleHook
-from hookstats.modules.selection import clean_names, never_called
+from hookstats.modules.selection import clean_names, find_never_called
 from hookstats.numbers.tables import html
 
 
@@ -76,7 +76,7 @@ def explain(model: nn.Module) -> Explanation:
     if not isinstance(model, nn.Module):
         raise TypeError(f"explain: expected a torch.nn.Module, got {type(model).__name__}")
     clean = {id(module): name for name, module in clean_names(model).items()}
-    silent = never_called(model)
+    silent = find_never_called(model)
     followers = _in_place_neighbours(model)
     rows = [_row("(every module)", kind, hook, []) for kind, hook in _hooks_of(torch.nn.modules.module, "_global_")]
     modules = dict(model.named_modules())

@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hookstats.modules.containers import rebuilt, walk
+from hookstats.modules.containers import rebuild, walk
 from hookstats.modules.selection import clean_names
 from hookstats.modules.sharding import is_dtensor
 from hookstats.tools.leaks import WAYS, Leak, Probe
-from hookstats.tools.places import Place, places
-from hookstats.tools.questions import Batch, Question, questions
+from hookstats.tools.places import SampleLayout, places
+from hookstats.tools.questions import ModelBatch, Question, questions
 from hookstats.tools.undo import ModuleState, RandomState
 
 _HEADROOM = 8.0
@@ -56,7 +56,7 @@ class Probing:
     def __init__(
         self,
         model: nn.Module,
-        batch: Batch,
+        batch: ModelBatch,
         causal: bool | None,
         state: ModuleState,
         randomness: RandomState,
@@ -104,7 +104,7 @@ class Probing:
             for handle in handles:
                 handle.remove()
         why_not = {kind: reason for kind, reason in self._why_not.items() if kind not in self._asked}
-        return Probe(*self._sorted(), self._asked, why_not, compared, self._notes())
+        return Probe(*self._sort_leaks(), self._asked, why_not, compared, self._notes())
 
     def _ask_all(self, left_out: set[str]) -> int:
         """Asks all questions in both modes; of how many modules. left_out: names of those that are not compared."""
@@ -130,7 +130,7 @@ class Probing:
             count = self._batch.size if name is None else self._batch.length(name)
             fewer = next((each for each in range(count, max(1, count // 2), -1) if each not in widths), count)
             if fewer < count:
-                cut = self._batch.shortened(self._model, name, fewer)
+                cut = self._batch.shorten(self._model, name, fewer)
                 with contextlib.suppress(Exception):  # of a model of one size
                     self._run(cut.given, "eval")
                     self._batch = cut
@@ -176,7 +176,7 @@ class Probing:
         self._calls.clear()
         self._running.clear()
         self._copies.clear()
-        batch = rebuilt(batch, lambda _, x: x.detach().clone())
+        batch = rebuild(batch, lambda _, x: x.detach().clone())
         self._model(**batch) if isinstance(batch, dict) else self._model(*batch)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -206,11 +206,11 @@ class Probing:
                 if name in self._left_out:
                     self._unread.add(name)
                 elif self._question is None:
-                    self._base[at] = self._copied(x)
+                    self._base[at] = self._copy(x)
                 else:
                     self._judge(self._question, owner, at, x)
 
-    def _copied(self, x: torch.Tensor) -> torch.Tensor:
+    def _copy(self, x: torch.Tensor) -> torch.Tensor:
         """A copy, once for each tensor, of what it holds now."""
         version = -1 if x.is_inference() else x._version
         known = self._copies.get(id(x))
@@ -341,7 +341,7 @@ class Probing:
                 return "each token sees the one after it, as with a causal mask that is off by one", False
         return _CAUSES[kind], False
 
-    def _sorted(self) -> tuple[tuple[Leak, ...], tuple[Leak, ...]]:
+    def _sort_leaks(self) -> tuple[tuple[Leak, ...], tuple[Leak, ...]]:
         samples = {name for kind, name in self._leaks if kind == "samples"}
         leaks = [
             each for (kind, name), each in self._leaks.items() if kind != "places in the batch" or name not in samples
@@ -361,7 +361,7 @@ class Probing:
             )
         if self._moving:
             notes.append(f"not judged, as two equal runs differ: {', '.join(sorted(self._moving)[:8])}")
-        written = self._state.written_parameters()
+        written = self._state.find_written()
         if written:
             notes.append(f"forwards of the model write parameters, which are not as before: {', '.join(written[:8])}")
         unread = sorted(self._unread - self._read)
@@ -375,7 +375,7 @@ class Probing:
 class _Reading:
     """The entries of an output that differ and must not, if it is read in one way."""
 
-    place: Place | None
+    place: SampleLayout | None
     expected: torch.Tensor
     outside: torch.Tensor
     free: torch.Tensor

@@ -17,7 +17,7 @@ class Axis(NamedTuple):
     is_exact: bool  # an index for each
 
 
-class Place(NamedTuple):
+class SampleLayout(NamedTuple):
     """A way to read a tensor: where samples lie, and tokens. Several axes: of products, such as attention's scores."""
 
     samples: tuple[Axis, ...]
@@ -46,32 +46,32 @@ def _along(axis: Axis, shape: torch.Size) -> torch.Tensor:
     return axis.labels.view([-1 if dim == axis.dim else 1 for dim in range(len(shape))])
 
 
-def places(shape: torch.Size, samples: int, tokens: int | None, batch_dim: int) -> Iterator[Place]:
+def places(shape: torch.Size, samples: int, tokens: int | None, batch_dim: int) -> Iterator[SampleLayout]:
     """All ways to read a tensor of this shape, the likeliest first. tokens: None to ask for samples alone."""
     rows = sorted(_exact(shape, samples), key=lambda axis: axis.dim != batch_dim)
     if tokens is None:
-        yield from (Place((axis,), ()) for axis in rows)
+        yield from (SampleLayout((axis,), ()) for axis in rows)
         if len(rows) > 1:
-            yield Place(tuple(rows), ())
-        yield from (Place((axis,), ()) for axis in _folded(shape, samples))
+            yield SampleLayout(tuple(rows), ())
+        yield from (SampleLayout((axis,), ()) for axis in _list_folded(shape, samples))
         return
     columns = _exact(shape, tokens)
-    for row in [*rows, *_folded(shape, samples)]:
+    for row in [*rows, *_list_folded(shape, samples)]:
         beside = [axis for axis in columns if axis.dim != row.dim]
         if len(beside) > 1:
-            yield Place((row,), tuple(beside))
-        yield from (Place((row,), (axis,)) for axis in beside)
+            yield SampleLayout((row,), tuple(beside))
+        yield from (SampleLayout((row,), (axis,)) for axis in beside)
     if shape and shape[0] and shape[0] % (samples * tokens) == 0:  # [batch * tokens, ...]
         rest = shape[0] // (samples * tokens)
         for by_sample, by_token in ((tokens * rest, rest), (rest, samples * rest), (tokens * rest, 1)):
-            yield Place((_axis(0, shape[0], samples, by_sample),), (_axis(0, shape[0], tokens, by_token),))
+            yield SampleLayout((_axis(0, shape[0], samples, by_sample),), (_axis(0, shape[0], tokens, by_token),))
 
 
 def _exact(shape: torch.Size, count: int) -> list[Axis]:
     return [Axis(dim, torch.arange(count), 1, True) for dim, size in enumerate(shape) if size == count]
 
 
-def _folded(shape: torch.Size, count: int) -> Iterator[Axis]:
+def _list_folded(shape: torch.Size, count: int) -> Iterator[Axis]:
     """Dimensions in which they lie together with something else, as ``[batch * heads, ...]``; in all orders."""
     for dim, size in enumerate(shape):
         if size > count and size % count == 0:

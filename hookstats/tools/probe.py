@@ -9,8 +9,15 @@ from torch import nn
 
 from hookstats.tools.leaking import Probing
 from hookstats.tools.leaks import Probe
-from hookstats.tools.questions import Batch
-from hookstats.tools.undo import ModuleState, RandomState, bare, eager, without_autocast_cache, without_statistics
+from hookstats.tools.questions import ModelBatch
+from hookstats.tools.undo import (
+    ModuleState,
+    RandomState,
+    clear_autocast_cache,
+    eager,
+    pause_statistics,
+    unwrap_parallel,
+)
 
 
 def probe(model: nn.Module, batch: Any, *, batch_dim: int = 0, causal: bool | None = None) -> Probe:
@@ -57,11 +64,11 @@ def probe(model: nn.Module, batch: Any, *, batch_dim: int = 0, causal: bool | No
         raise ValueError(f"batch_dim: expected 0 or 1, got {batch_dim!r}")
     if causal not in (None, True, False):
         raise TypeError(f"causal: expected True, False or None, got {causal!r}")
-    inner = bare(model)
+    inner = unwrap_parallel(model)
     lazy = [name for name, each in inner.named_parameters() if isinstance(each, nn.parameter.UninitializedParameter)]
     if lazy:
         raise ValueError(f"probe: expected parameters that are initialised, got {lazy[0]}: run the model once before")
-    given = Batch(inner, batch, batch_dim)
+    given = ModelBatch(inner, batch, batch_dim)
     if causal is None:
         flags = [each for module in inner.modules() if isinstance(each := getattr(module, "is_causal", None), bool)]
         decodes = any(name.startswith("decoder") for name, _ in given.tensors())
@@ -70,7 +77,7 @@ def probe(model: nn.Module, batch: Any, *, batch_dim: int = 0, causal: bool | No
     state, randomness = ModuleState(inner), RandomState(inner, devices)
     was_training = inner.training
     try:
-        with torch.no_grad(), without_statistics(inner), eager(), without_autocast_cache():
+        with torch.no_grad(), pause_statistics(inner), eager(), clear_autocast_cache():
             return Probing(inner, given, causal, state, randomness, was_training).run()
     finally:
         state.put_back()

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hookstats.modules.containers import rebuilt, walk
-from hookstats.tools.places import Place
+from hookstats.modules.containers import rebuild, walk
+from hookstats.tools.places import SampleLayout
 
 _NOT_TOKENS = re.compile(r"mask|position|type|label|target|seq|doc|segment|length|lens")
 _TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "tgt", "input_ids", "inputs_embeds", "src")
@@ -31,14 +31,14 @@ class Question(NamedTuple):
     kind: str
     batch: Any
     free: torch.Tensor
-    move: Callable[[torch.Tensor, Place], torch.Tensor | None] | None = None
+    move: Callable[[torch.Tensor, SampleLayout], torch.Tensor | None] | None = None
     base: Any = None
     padding: tuple[torch.Tensor, torch.Tensor] | None = None
     is_pooled_judged: bool = False  # tensors [samples] and [samples, features], too
     in_training: bool = True
 
 
-class Batch:
+class ModelBatch:
     """A batch as a model is called with it, and what its tensors are."""
 
     def __init__(self, model: nn.Module, given: Any, batch_dim: int) -> None:
@@ -65,7 +65,7 @@ class Batch:
         """Their names, and they."""
         return iter(self._tensors.items())
 
-    def shortened(self, model: nn.Module, tokens: str | None, count: int) -> Batch:
+    def shorten(self, model: nn.Module, tokens: str | None, count: int) -> ModelBatch:
         """The first tokens of each sample; None: the first samples."""
 
         def cut(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -78,13 +78,13 @@ class Batch:
             return x
 
         whole = 0 if tokens is None else self.length(tokens)
-        return Batch(model, self.changed(cut), self.batch_dim)
+        return ModelBatch(model, self.replace_tensors(cut), self.batch_dim)
 
     def token_name(self, of_floats: bool) -> str | None:
         """The tensor of tokens: indices ``[samples, tokens]``, or, where asked for, floats with features behind."""
         return next(self._token_names(of_floats), None)
 
-    def masked_tokens(self) -> str | None:
+    def find_masked(self) -> str | None:
         """Tokens of which a mask of padding is there."""
         return next((name for name in self._token_names(of_floats=True) if _mask_tensor(self, name)), None)
 
@@ -129,10 +129,10 @@ class Batch:
                 return name, (x.T if is_turned else x).detach().cpu()
         return None
 
-    def changed(self, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
+    def replace_tensors(self, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
         """Return the model's arguments with other tensors. `change` gets a tensor's name and the tensor."""
         names = {path: name for name, path in self._paths.items()}
-        return rebuilt(self.given, lambda path, x: change(names[path], x))
+        return rebuild(self.given, lambda path, x: change(names[path], x))
 
     def other_values(self, name: str, where: torch.Tensor) -> torch.Tensor:
         """A tensor with other values at some ``[samples, tokens]``: of its other samples or tokens, if they differ.
@@ -172,9 +172,9 @@ def _argument_names(model: nn.Module, given: Any) -> dict[str, str]:
     return {f".{number}": each.name for number, each in enumerate(parameters) if each.kind in kinds}
 
 
-def questions(batch: Batch, is_causal: bool | None, why_not: dict[str, str]) -> Iterator[Question]:
+def questions(batch: ModelBatch, is_causal: bool | None, why_not: dict[str, str]) -> Iterator[Question]:
     """Return the questions that this batch allows, in order. why_not: gets the others, and the reason."""
-    yield from _of_samples(batch)
+    yield from _ask_samples(batch)
     name = batch.token_name(of_floats=is_causal is True or _has_mask(batch))
     if name is None:
         for kind in ("later tokens", "padding", "documents", "positions"):
@@ -186,13 +186,13 @@ def questions(batch: Batch, is_causal: bool | None, why_not: dict[str, str]) -> 
     elif is_causal is None and batch.tokens_of(name).is_floating_point():
         why_not["later tokens"] = "whether the model is causal is not known: causal=True"
     else:
-        yield from _of_later_tokens(batch, name, mask)
-    yield from _of_documents(batch, name, mask, why_not)
-    yield from _of_positions(batch, name, mask, why_not)
-    yield from _of_padding(batch, why_not)
+        yield from _ask_later_tokens(batch, name, mask)
+    yield from _ask_documents(batch, name, mask, why_not)
+    yield from _ask_positions(batch, name, mask, why_not)
+    yield from _ask_padding(batch, why_not)
 
 
-def _of_samples(batch: Batch) -> Iterator[Question]:
+def _ask_samples(batch: ModelBatch) -> Iterator[Question]:
     last = batch.size - 1
     for row, other in ((0, 1), (last, last - 1)):
         free = torch.zeros(batch.size, dtype=torch.bool)
@@ -205,25 +205,25 @@ def _of_samples(batch: Batch) -> Iterator[Question]:
             x.select(batch.batch_dim, row).copy_(x.select(batch.batch_dim, other))
             return x
 
-        changed = batch.changed(replace)
+        changed = batch.replace_tensors(replace)
         if all(torch.equal(x, y) for (_, x), (_, y) in zip(walk(changed), walk(batch.given), strict=True)):
-            changed = _with(batch, {batch.first: batch.other_values(batch.first, free)})  # all rows are equal
+            changed = _replace(batch, {batch.first: batch.other_values(batch.first, free)})  # all rows are equal
         yield Question("samples", changed, free)
 
     def flip(name: str, x: torch.Tensor) -> torch.Tensor:
         return x.flip(batch.batch_dim) if batch.has_rows(name) else x
 
-    def flip_result(x: torch.Tensor, place: Place) -> torch.Tensor:
+    def flip_result(x: torch.Tensor, place: SampleLayout) -> torch.Tensor:
         for axis in place.samples:
             moved = torch.arange(x.shape[axis.dim]) + (batch.size - 1 - 2 * axis.labels) * axis.step
             x = x.index_select(axis.dim, moved.to(x.device))
         return x
 
     nothing = torch.zeros(batch.size, dtype=torch.bool)
-    yield Question("places in the batch", batch.changed(flip), nothing, flip_result, in_training=False)
+    yield Question("places in the batch", batch.replace_tensors(flip), nothing, flip_result, in_training=False)
 
 
-def _of_later_tokens(batch: Batch, name: str, mask: torch.Tensor | None) -> Iterator[Question]:
+def _ask_later_tokens(batch: ModelBatch, name: str, mask: torch.Tensor | None) -> Iterator[Question]:
     columns = torch.arange(batch.length(name)).expand(batch.size, -1)
     last = columns.amax(1) if mask is None else torch.where(mask, columns, -1).amax(1)
     first = torch.zeros_like(last) if mask is None else torch.where(mask, columns, batch.length(name)).amin(1)
@@ -235,10 +235,12 @@ def _of_later_tokens(batch: Batch, name: str, mask: torch.Tensor | None) -> Iter
         free = columns >= begin[:, None]
         if mask is not None:
             free = free | ~mask  # what padding has for results is nobody's
-        yield Question("later tokens", _with(batch, {name: values}), free)
+        yield Question("later tokens", _replace(batch, {name: values}), free)
 
 
-def _of_documents(batch: Batch, name: str, mask: torch.Tensor | None, why_not: dict[str, str]) -> Iterator[Question]:
+def _ask_documents(
+    batch: ModelBatch, name: str, mask: torch.Tensor | None, why_not: dict[str, str]
+) -> Iterator[Question]:
     named, places = batch.find(_DOCUMENTS, name), batch.find("position", name)
     if named is not None:
         numbers = named[1]
@@ -253,10 +255,12 @@ def _of_documents(batch: Batch, name: str, mask: torch.Tensor | None, why_not: d
     if not changed.any():
         why_not["documents"] = "no row of the batch has two documents"
         return
-    yield Question("documents", _with(batch, {name: batch.other_values(name, changed)}), changed | ~real)
+    yield Question("documents", _replace(batch, {name: batch.other_values(name, changed)}), changed | ~real)
 
 
-def _of_positions(batch: Batch, name: str, mask: torch.Tensor | None, why_not: dict[str, str]) -> Iterator[Question]:
+def _ask_positions(
+    batch: ModelBatch, name: str, mask: torch.Tensor | None, why_not: dict[str, str]
+) -> Iterator[Question]:
     begins = None if mask is None else torch.where(mask.any(1), mask.int().argmax(1), 0)
     if mask is None or begins is None or not begins.any():
         why_not["positions"] = "no row of the batch has padding on its left"
@@ -275,7 +279,7 @@ def _of_positions(batch: Batch, name: str, mask: torch.Tensor | None, why_not: d
             part.copy_(part.roll(-shift, 0))
         return x
 
-    def roll_result(x: torch.Tensor, place: Place) -> torch.Tensor | None:
+    def roll_result(x: torch.Tensor, place: SampleLayout) -> torch.Tensor | None:
         row_axis = place.samples[0]
         if not row_axis.is_exact or not all(axis.is_exact for axis in place.tokens):
             return None
@@ -287,11 +291,11 @@ def _of_positions(batch: Batch, name: str, mask: torch.Tensor | None, why_not: d
         return x
 
     free = torch.stack([~row.roll(-shift) for row, shift in zip(mask, shifts, strict=True)])
-    yield Question("positions", batch.changed(roll), free, roll_result, in_training=False)
+    yield Question("positions", batch.replace_tensors(roll), free, roll_result, in_training=False)
 
 
-def _of_padding(batch: Batch, why_not: dict[str, str]) -> Iterator[Question]:
-    name = batch.masked_tokens()
+def _ask_padding(batch: ModelBatch, why_not: dict[str, str]) -> Iterator[Question]:
+    name = batch.find_masked()
     found, mask = (None, None) if name is None else (_mask_tensor(batch, name), _mask(batch, name))
     if name is None or found is None or mask is None:
         why_not["padding"] = "no mask of padding is in the batch"
@@ -306,27 +310,27 @@ def _of_padding(batch: Batch, why_not: dict[str, str]) -> Iterator[Question]:
     ids = batch.tokens_of(name)
     yield Question(
         "padding",
-        _with(batch, base | {name: batch.other_values(name, ~mask)}),
+        _replace(batch, base | {name: batch.other_values(name, ~mask)}),
         ~mask,
-        base=_with(batch, base) if base else None,
+        base=_replace(batch, base) if base else None,
         padding=None if ids.is_floating_point() else (ids, ~mask if ids.shape == mask.shape else ~mask.T),
         is_pooled_judged=True,
     )
 
 
-def _with(batch: Batch, tensors: Mapping[str, torch.Tensor]) -> Any:
-    return batch.changed(lambda name, x: tensors.get(name, x))
+def _replace(batch: ModelBatch, tensors: Mapping[str, torch.Tensor]) -> Any:
+    return batch.replace_tensors(lambda name, x: tensors.get(name, x))
 
 
-def _has_mask(batch: Batch) -> bool:
+def _has_mask(batch: ModelBatch) -> bool:
     return any("mask" in name for name in batch._tensors)
 
 
-def _mask_tensor(batch: Batch, name: str) -> tuple[str, torch.Tensor] | None:
+def _mask_tensor(batch: ModelBatch, name: str) -> tuple[str, torch.Tensor] | None:
     return batch.find(_TRUE_IS_PADDING, name) or batch.find(r"^(.*\.)?(decoder_)?(attention|attn)_mask$", name)
 
 
-def _mask(batch: Batch, name: str) -> torch.Tensor | None:
+def _mask(batch: ModelBatch, name: str) -> torch.Tensor | None:
     """``[samples, tokens]``: where a token is no padding. None: nobody says."""
     found = _mask_tensor(batch, name)
     if found is None:

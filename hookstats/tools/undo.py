@@ -113,16 +113,16 @@ class ModuleState:
                     tensor.detach().copy_(values)
                     self._versions[number] = _version(tensor)
 
-    def written_parameters(self) -> list[str]:
+    def find_written(self) -> list[str]:
         """Return the parameters that forwards have written themselves."""
         return [name for name, each, version in self._parameters if _version(each) != version]
 
     def set_mode(self, training: bool) -> None:
         """Puts every module into this mode: by its attribute, as `train()` of some merges weights."""
-        for module in self._all():
+        for module in self._list_modules():
             module.training = training
 
-    def _all(self) -> Iterator[nn.Module]:
+    def _list_modules(self) -> Iterator[nn.Module]:
         return (module for module, _ in self._modules)
 
 
@@ -130,7 +130,7 @@ def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def bare(model: nn.Module) -> nn.Module:
+def unwrap_parallel(model: nn.Module) -> nn.Module:
     """Return the module inside DistributedDataParallel or a compiled module: these communicate, and compile anew."""
     while True:
         inside = getattr(model, "_orig_mod", None)
@@ -142,7 +142,7 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def without_statistics(model: nn.Module) -> Iterator[None]:
+def pause_statistics(model: nn.Module) -> Iterator[None]:
     """Take our measuring hooks off for a while. Edits stay: they are part of what the model computes."""
     kept = []
     for module in model.modules():
@@ -170,7 +170,7 @@ def eager() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_autocast_cache() -> Iterator[None]:
+def clear_autocast_cache() -> Iterator[None]:
     """Weights that autocast has cast without gradients are not those of training."""
     torch.clear_autocast_cache()
     try:

@@ -230,7 +230,7 @@ def refuse(model: nn.Module) -> None:
         refuse_device(tensor.device)
 
 
-def checked_tensors(tensors: Iterable[str]) -> tuple[str, ...]:
+def check_tensors(tensors: Iterable[str]) -> tuple[str, ...]:
     if not isinstance(tensors, Iterable):
         raise TypeError(f"tensors: expected some of {', '.join(TENSORS)}; got {tensors!r}")
     kinds = (tensors,) if isinstance(tensors, str) else tuple(tensors)
@@ -261,7 +261,7 @@ def check_budget(budget: object, every: object, rows: object) -> None:
         raise ValueError(f"budget: expected neither every= nor rows=, which it chooses; got {every=} and {rows=}")
 
 
-def checked_sinks(sinks: Sink | Iterable[Sink]) -> tuple[Sink, ...]:
+def check_sinks(sinks: Sink | Iterable[Sink]) -> tuple[Sink, ...]:
     is_one = callable(sinks) or isinstance(sinks, Recorder | str | Path | Mapping) or not isinstance(sinks, Iterable)
     listed: tuple[Any, ...] = (sinks,) if is_one else tuple(sinks)  # type: ignore[arg-type]
     for sink in listed:
@@ -315,7 +315,7 @@ def check_histogram(histogram: object) -> None:
         raise TypeError(f"histogram: expected ExponentBins(...), LinearBins(...) or None, got {histogram!r}")
 
 
-def checked_number(step: Any) -> int:
+def check_number(step: Any) -> int:
     """The number of a step. A tensor is a scalar that was given without its name."""
     if not isinstance(step, (bool, torch.Tensor)):
         with suppress(TypeError):
@@ -324,7 +324,7 @@ def checked_number(step: Any) -> int:
     raise TypeError(f"step: expected an int, the number of the step, got {got}; scalars go by name: loss=loss")
 
 
-def checked_seconds(where: str, timeout: float) -> float:
+def check_seconds(where: str, timeout: float) -> float:
     if not isinstance(timeout, Real):
         raise TypeError(f"{where}: timeout: expected a number of seconds, got {timeout!r}")
     return float(timeout)

@@ -13,10 +13,10 @@ from torch.optim.optimizer import Optimizer
 from hookstats import _native
 from hookstats.modules.channels import parameter_channels
 from hookstats.modules.selection import Slot
-from hookstats.modules.sharding import sharding_of, unreduced
+from hookstats.modules.sharding import explain_unreduced, sharding_of
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.flags import is_capturing
-from hookstats.watch.memory import Entry, SiteState, Store, accumulate, local_part
+from hookstats.watch.memory import Entry, SiteState, StateStore, accumulate, local_part
 
 _MOST_BATCHED = 8  # times that a site is in a batch, on average: optimizers that are made anew do not pile up
 
@@ -71,7 +71,7 @@ class Stepping(threading.local):
         self.copies: dict[Parameter, torch.Tensor] = {}  # of parameters' values, while the outer one steps
         self.sampled: list[Parameter] = []  # before it steps
 
-    def begins(self, optimizer: Optimizer) -> bool:
+    def begin(self, optimizer: Optimizer) -> bool:
         """Note that a step begins; return whether it is an outer one."""
         self.optimizers.append(id(optimizer))
         return len(self.optimizers) == 1
@@ -97,7 +97,7 @@ class ByIdentity:
         self._keepers: dict[int, list[Parameter]] = {}  # by id of the tensor; several where it is shared
         self._strangers: dict[int, weakref.ref[torch.Tensor]] = {}  # by id, too, which a later tensor may have
 
-    def among(self, tensors: Iterable[torch.Tensor]) -> list[Parameter]:
+    def find(self, tensors: Iterable[torch.Tensor]) -> list[Parameter]:
         """Return the parameters that these tensors are, in the order of the model."""
         tensors = list(tensors)
         if self.may_be_outdated or not all(map(self._is_known, tensors)):
@@ -128,7 +128,7 @@ class ByIdentity:
 class Batches:
     """Sites whose tensors come at one time: one call into the extension, and on a GPU launches for them alone."""
 
-    def __init__(self, store: Store, binder: SiteBinder) -> None:
+    def __init__(self, store: StateStore, binder: SiteBinder) -> None:
         self._store = store
         self._binder = binder
         self._known: dict[tuple[int, ...], Any] = {}  # by the sites' Entry.index
@@ -192,7 +192,7 @@ class Batches:
             return self._binder.leave_out([entry], problem)
         self._forget()
         if tensor.layout == torch.strided and tensor.dtype in _native.DTYPES:
-            device, width, dim = placing(slot, tensor, entry.keep_channels, tensor.device)
+            device, width, dim = find_place(slot, tensor, entry.keep_channels, tensor.device)
             is_empty = kind not in owner.captured and not any(entry.index in key for key in self._measured)
             with self._store.lock:
                 if (entry.left and not is_empty) or not self._store.make_room_to_move(device, width, 1):
@@ -205,11 +205,11 @@ class Batches:
                 accumulate(tensor, entry.state)
                 return
             if moves:
-                problem = self._store.no_room(width, 1, entry.has_bins)
+                problem = self._store.explain_no_room(width, 1, entry.has_bins)
         self._binder.leave_out([entry], problem)
 
 
-def part_held(binder: SiteBinder, each: Parameter, kind: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
+def find_part(binder: SiteBinder, each: Parameter, kind: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
     """Return the part of a parameter or gradient that this process measures, and note where it lies. None: nothing.
 
     A gradient that is yet to be reduced is left out: norms under sequence parallelism have some until they step.
@@ -217,7 +217,7 @@ def part_held(binder: SiteBinder, each: Parameter, kind: str, tensor: torch.Tens
     if tensor is None:
         return None
     entry, part = each.entries[kind], local_part(tensor)
-    problem = unreduced(tensor)
+    problem = explain_unreduced(tensor)
     if problem is not None:
         each.measured[kind] = True
         binder.leave_out([entry], problem, reason=problem)  # of many norms at once
@@ -226,7 +226,7 @@ def part_held(binder: SiteBinder, each: Parameter, kind: str, tensor: torch.Tens
     return part
 
 
-def placing(
+def find_place(
     slot: Slot, tensor: torch.Tensor, keep_channels: bool, default: torch.device
 ) -> tuple[torch.device, int, int]:
     """Device, width and channel dimension of the state for a parameter or a gradient; `default` for a meta tensor."""

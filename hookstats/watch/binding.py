@@ -16,22 +16,22 @@ from hookstats.modules.channels import ChannelAxis
 from hookstats.modules.containers import REST, walk
 from hookstats.watch.fitting import Fitting
 from hookstats.watch.flags import TrainingOnly, is_capturing
-from hookstats.watch.graphs import observe_tensor, sharding_noted, teach_the_compiler
-from hookstats.watch.hooks import Hook, InputHook, SiteSpec
+from hookstats.watch.graphs import observe_tensor, read_sharding_note, teach_the_compiler
+from hookstats.watch.hooks import InputHook, OutputHook, SiteSpec
 from hookstats.watch.ignoring import Ignoring
-from hookstats.watch.memory import Entry, Rows, Store, accumulate
-from hookstats.watch.skipping import Captured, Problem, Skipping, said_of
+from hookstats.watch.memory import Entry, Rows, StateStore, accumulate
+from hookstats.watch.skipping import InsideCapture, Problem, Skipping, say_reason
 from hookstats.watch.wrappers import channel_dim_of_site, is_a_mere_shape, is_wrapper, note_sharding_of
 
-_Hook = TypeVar("_Hook", bound=Hook)
-HOOKS: WeakValueDictionary[int, Hook] = WeakValueDictionary()  # by Entry.index, of all monitors; models own them
+_Hook = TypeVar("_Hook", bound=OutputHook)
+HOOKS: WeakValueDictionary[int, OutputHook] = WeakValueDictionary()  # by Entry.index, of all monitors; models own them
 MOST_PARTS = 128  # of one module's container; 64 layers' keys and values are as many
 
 
 class SiteBinder:
     """Makes the hooks, and fits them anew when a tensor is not what its site was made for."""
 
-    def __init__(self, store: Store, training: TrainingOnly) -> None:
+    def __init__(self, store: StateStore, training: TrainingOnly) -> None:
         self.warn_once = WarnOnce()
         self.training = training
         self.ignoring = Ignoring(store, self.warn_once)
@@ -47,12 +47,12 @@ class SiteBinder:
         """Return how many hooks there are."""
         return len({id(hook) for hook in list(HOOKS.values()) if hook.binder is self})
 
-    def idle_hook(self) -> Hook:
+    def idle_hook(self) -> OutputHook:
         """Return a hook that does what hooks do in a step that is not measured."""
-        return Hook(self, SiteSpec("", "", ChannelAxis(None, None), False, (None, None)))
+        return OutputHook(self, SiteSpec("", "", ChannelAxis(None, None), False, (None, None)))
 
     def span_of_a_hook(self) -> contextlib.AbstractContextManager[None]:
-        """Around what a hook does in Python."""
+        """Time what a hook does in Python."""
         return self.store.flags.span(calls=1)
 
     def measures_now(self) -> bool:
@@ -75,7 +75,7 @@ class SiteBinder:
             self.ignoring.refresh()  # the device may be a new one
         return hook
 
-    def _observe_container(self, hook: Hook, output: Any) -> None:
+    def _observe_container(self, hook: OutputHook, output: Any) -> None:
         """Measures the tensors in a container, each at its own site; and a wrapped tensor, at the module's."""
         try:
             for path, tensor in walk(output):
@@ -85,18 +85,18 @@ class SiteBinder:
                     if path in hook.parts or not is_capturing():
                         self._measure(hook.parts.get(path) or self._part_once(hook, path, tensor.device), tensor)
                     else:
-                        self.leave_out(hook.spec.entries.values(), Captured())
+                        self.leave_out(hook.spec.entries.values(), InsideCapture())
         except Exception as error:
             self.leave_out(hook.spec.entries.values(), error)
 
-    def _part_once(self, hook: Hook, path: str, device: torch.device) -> Hook:
+    def _part_once(self, hook: OutputHook, path: str, device: torch.device) -> OutputHook:
         """Made by the first of the threads that meet it. All that come when there are many share one."""
         with self.store.lock:
             if path not in hook.parts and len(hook.parts) >= MOST_PARTS:
                 path = REST
             return hook.parts.get(path) or self._part(hook, path, device)
 
-    def _part(self, hook: Hook, path: str, device: torch.device) -> Hook:
+    def _part(self, hook: OutputHook, path: str, device: torch.device) -> OutputHook:
         whole = hook.spec
         for entry in whole.entries.values():
             entry.is_container = True
@@ -107,7 +107,7 @@ class SiteBinder:
         if path == REST:
             some, *_ = spec.sites.values()
             warn(f"{whole.name!r} has had {MOST_PARTS} tensors of other names: all later ones share the site {some}")
-        part = hook.parts[path] = self.late_hook(spec, device, Hook)
+        part = hook.parts[path] = self.late_hook(spec, device, OutputHook)
         _native.set_part(hook, path, part)
         return part
 
@@ -115,10 +115,10 @@ class SiteBinder:
         """A hook for what is seen only now; where its state would not fit into memory_budget, one that does nothing."""
         if self.store.make_room(device, 1, len(spec.sites)):
             return self.hook(spec, device, make)
-        self.skipping.give_up(spec.sites.values(), self.store.no_room(1, len(spec.sites)))
+        self.skipping.give_up(spec.sites.values(), self.store.explain_no_room(1, len(spec.sites)))
         return make(self, spec)
 
-    def _measure(self, hook: Hook, tensor: torch.Tensor) -> None:
+    def _measure(self, hook: OutputHook, tensor: torch.Tensor) -> None:
         if (hook.output is None and hook.gradient is None) or is_a_mere_shape(tensor):
             return
         if is_wrapper(tensor):
@@ -128,11 +128,11 @@ class SiteBinder:
             self._rebind(hook, tensor, problem)
 
     def measure_by_slot(
-        self, hook: Hook, tensor: torch.Tensor, is_output: bool, path: str, note: str, rows: Rows | None
+        self, hook: OutputHook, tensor: torch.Tensor, is_output: bool, path: str, note: str, rows: Rows | None
     ) -> str | None:
         """Measures what an operator of a graph was given and does not fit the site of its slot, once that is fitted.
 
-        path: in the hook's container. note: as `graphs.sharding_noted` has it. Returns what is to be raised, under
+        path: in the hook's container. note: as `graphs.read_sharding_note` has it. Returns what is to be raised, under
         strict.
         """
         own, other = hook.spec.kinds if is_output else reversed(hook.spec.kinds)
@@ -141,7 +141,7 @@ class SiteBinder:
         try:
             if path:
                 if path not in hook.parts and is_capturing():
-                    raise Captured
+                    raise InsideCapture
                 hook = self._part_once(hook, path, tensor.device)
                 entry = hook.spec.entries.get(kind)
             is_empty = tensor.numel() == 0  # but other ranks may have some of it
@@ -152,7 +152,7 @@ class SiteBinder:
                     self._fitting.fit(hook, tensor)
                 dim = channel_dim_of_site(hook.spec, tensor.dim())
                 if note and own:
-                    note_sharding_of(entry, sharding_noted(note, dim), self.store.clears)
+                    note_sharding_of(entry, read_sharding_note(note, dim), self.store.clears)
                 elif placed := hook.spec.placed():
                     note_sharding_of(entry, placed(tensor.shape[dim]), self.store.clears)
                 state = hook.output if is_output else hook.gradient
@@ -162,7 +162,7 @@ class SiteBinder:
             if entry is None:
                 return None
             if self.store.strict:
-                return f"hookstats: {entry.site} cannot be measured: {said_of(error)}"
+                return f"hookstats: {entry.site} cannot be measured: {say_reason(error)}"
             has_gradient = note or tensor.is_floating_point() or tensor.is_complex()  # an operator of its own sees that
             entries = [entry] if has_gradient else hook.spec.entries.values()
             if is_output and (own or not has_gradient):
@@ -171,7 +171,7 @@ class SiteBinder:
                 self._add_failure(entry.index, error)
         return None
 
-    def rebind(self, hook: Hook, value: Any, problem: Any) -> None:
+    def rebind(self, hook: OutputHook, value: Any, problem: Any) -> None:
         """The extension did not measure what it was given: a container, or a tensor whose state does not fit it."""
         with self.span_of_a_hook():
             if problem is NotImplemented:
@@ -179,7 +179,7 @@ class SiteBinder:
             else:
                 self._rebind(hook, value, problem)
 
-    def _rebind(self, hook: Hook, tensor: torch.Tensor, problem: Problem | None) -> None:
+    def _rebind(self, hook: OutputHook, tensor: torch.Tensor, problem: Problem | None) -> None:
         """Puts a state in place that fits the tensor, or leaves the tensor out."""
         if tensor.is_nested:  # has no shape to ask for
             return self.leave_out(hook.spec.entries.values(), f"{problem}, got a nested one")
@@ -225,8 +225,8 @@ class SiteBinder:
 
     def _add_failure(self, index: int, problem: Problem, times: int = 1) -> None:
         with self._failing:
-            first, before = self._failed.get(index, (said_of(problem), 0))
+            first, before = self._failed.get(index, (say_reason(problem), 0))
             self._failed[index] = first, before + times
 
 
-_ENTRANCES = (SiteBinder.rebind, Hook.__call__, InputHook.__call__)  # by which hooks enter Python
+_ENTRANCES = (SiteBinder.rebind, OutputHook.__call__, InputHook.__call__)  # by which hooks enter Python

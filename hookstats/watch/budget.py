@@ -90,7 +90,7 @@ class Budget:
         return bool(self._kind)
 
     def _choose(self) -> None:
-        shortest = [min((each.us() for each in self._timed[kind]), default=math.inf) for kind in _KINDS]
+        shortest = [min((each.read_us() for each in self._timed[kind]), default=math.inf) for kind in _KINDS]
         bare, *measured = shortest
         hosts = [min((each.host_us for each in self._timed[kind]), default=0.0) for kind in _KINDS[1:]]
         added = [max(us - bare, host) for us, host in zip(measured, hosts, strict=True)]

@@ -20,7 +20,7 @@ from hookstats.watch.arguments import Sink
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.drain import Drain, Held, Pending, PendingScalars
 from hookstats.watch.judging import Recorder
-from hookstats.watch.memory import Store
+from hookstats.watch.memory import StateStore
 from hookstats.watch.scalars import Kept, Scalars
 
 if TYPE_CHECKING:  # it takes its time, and not everybody has ranks
@@ -35,7 +35,7 @@ class Delivery:
 
     def __init__(
         self,
-        store: Store,
+        store: StateStore,
         binder: SiteBinder,
         sinks: tuple[Sink, ...],
         trained: frozenset[str],
@@ -75,7 +75,9 @@ class Delivery:
         """Empties the state, whose numbers are those of this step."""
         try:
             left_out = self._binder.skipping.take()
-            self._pending.append((self._drain.begin(self._taken(step, scalars), totals_only=totals_only), left_out))
+            self._pending.append(
+                (self._drain.begin(self._take_scalars(step, scalars), totals_only=totals_only), left_out)
+            )
         except Exception as error:  # no memory for the copy, say
             if self._store.strict:
                 raise
@@ -113,7 +115,7 @@ class Delivery:
         self.send_scalars()
         self.receive(wait=True)
 
-    def _taken(self, step: int, scalars: Scalars) -> Kept:
+    def _take_scalars(self, step: int, scalars: Scalars) -> Kept:
         kept, self._kept = self._kept, Kept()
         kept.add(step, scalars)
         return kept
@@ -126,9 +128,9 @@ class Delivery:
                 break
             self._pending.popleft()
             if isinstance(pending, Pending):
-                self._arrived(pending, left_out)
+                self._finish_step(pending, left_out)
             else:
-                self._scalars_arrived(pending)
+                self._finish_scalars(pending)
         self._give_joined()
 
     def wait_for_ranks(self, seconds: float) -> None:
@@ -144,11 +146,11 @@ class Delivery:
         self._give_joined()
 
     def _give_joined(self) -> None:
-        for frame in () if self._joined is None else self._joined.arrived():
+        for frame in () if self._joined is None else self._joined.take_arrived():
             try:
-                self._give(frame.visible())
+                self._give(frame.drop_hidden())
             except Exception as error:
-                self._failed("deliver", f"a step of all ranks could not be delivered: {error!r}", error)
+                self._report_failure("deliver", f"a step of all ranks could not be delivered: {error!r}", error)
 
     def fetch(self) -> Snapshot | None:
         """The oldest that has arrived and was not fetched."""
@@ -159,26 +161,28 @@ class Delivery:
         self._finished.clear()
         return left
 
-    def look(self, step: int, scalars: Scalars) -> Snapshot:
+    def read_open_step(self, step: int, scalars: Scalars) -> Snapshot:
         """Return the open step's numbers so far, which stay where they are. Waits."""
-        now = self._drain.begin(Kept.of(step, scalars), clear=False).finish().visible()
-        return Snapshot(replace(now, skipped=self._binder.skipping.of_step()))
+        now = self._drain.begin(Kept.of(step, scalars), clear=False).finish().drop_hidden()
+        return Snapshot(replace(now, skipped=self._binder.skipping.list_step()))
 
     def send_last(self, step: int, scalars: Scalars) -> None:
         """Delivers the open step, if it has anything. Waits."""
-        self._arrived(self._drain.begin(self._taken(step, scalars)), self._binder.skipping.take(), is_open=True)
+        self._finish_step(
+            self._drain.begin(self._take_scalars(step, scalars)), self._binder.skipping.take(), is_open=True
+        )
 
     def raise_failure(self) -> None:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
-    def _arrived(self, pending: Pending, left_out: LeftOut, is_open: bool = False) -> None:
+    def _finish_step(self, pending: Pending, left_out: LeftOut, is_open: bool = False) -> None:
         """is_open: nobody has closed the step, which is delivered for what it has."""
         try:
             frame = pending.finish()
         except Exception as error:
-            return self._failed("finish", f"a step was measured, but could not be read: {error!r}", error)
+            return self._report_failure("finish", f"a step was measured, but could not be read: {error!r}", error)
         if is_open:
             self._look_for_steps(frame, pending.layout.is_parameter)
         if is_open and not frame.order.size:
@@ -186,7 +190,9 @@ class Delivery:
         try:
             self._deliver(frame, left_out, pending.held)
         except Exception as error:
-            self._failed("deliver", f"step {frame.step} was measured, but could not be delivered: {error!r}", error)
+            self._report_failure(
+                "deliver", f"step {frame.step} was measured, but could not be delivered: {error!r}", error
+            )
 
     def _look_for_steps(self, frame: StepFrame, is_parameter: Mask) -> None:
         """Warn where `Monitor.step` was never called."""
@@ -198,17 +204,17 @@ class Delivery:
                 "call it at the end of each training step",
             )
 
-    def _scalars_arrived(self, pending: PendingScalars) -> None:
+    def _finish_scalars(self, pending: PendingScalars) -> None:
         try:
-            given = pending.given()
+            given = pending.read()
         except Exception as error:
-            return self._failed("finish", f"scalars could not be read: {error!r}", error)
+            return self._report_failure("finish", f"scalars could not be read: {error!r}", error)
         self._present([(each, each.take_given, given) for each in self.recorders])
 
     def _deliver(self, frame: StepFrame, left_out: LeftOut, held: Held) -> None:
-        visible = frame.visible()
+        visible = frame.drop_hidden()
         self.last = snapshot = Snapshot(visible)
-        frame.skipped = visible.skipped = self._binder.skipping.of_step(left_out)
+        frame.skipped = visible.skipped = self._binder.skipping.list_step(left_out)
         self._deliveries += 1
         if self._deliveries <= _SILENT_STEPS:
             self._fired.update(snapshot.order)
@@ -234,16 +240,16 @@ class Delivery:
             try:
                 give(what)
             except BaseException as error:  # a KeyboardInterrupt in one sink is not to keep it from the next
-                self._failed(("sink", id(sink)), f"the sink {sink!r} failed: {error!r}", error)
+                self._report_failure(("sink", id(sink)), f"the sink {sink!r} failed: {error!r}", error)
 
-    def _failed(self, what: Hashable, text: str, error: BaseException) -> None:
+    def _report_failure(self, what: Hashable, text: str, error: BaseException) -> None:
         if self._store.strict or not isinstance(error, Exception):
             self._failure = self._failure or error
         else:
             self._binder.warn_once(what, text)
 
     def _report_silence(self) -> None:
-        told = self._fired | self._binder.skipping.so_far().keys()
+        told = self._fired | self._binder.skipping.list_all().keys()
         silent = [site for site in self.sites() if site not in told and not self._needs_no_gradient(site)]
         if any(each.has_rules for each in self.recorders):  # of gradients, MissingGradients says it better
             silent = [site for site in silent if "grad" not in site.tensor]
@@ -265,7 +271,7 @@ class Delivery:
 
     def _look_for_evaluation(self, snapshot: Snapshot) -> None:
         """Warn of a model that is trained in evaluation mode, as after a validation that nobody ended."""
-        is_left_out = self._binder.training.is_evaluating() and _learns(snapshot)
+        is_left_out = self._binder.training.is_evaluating() and _has_learned(snapshot)
         if not is_left_out or any(is_of_module(site.tensor) for site in snapshot.order):
             self._evaluated = 0
             return
@@ -295,7 +301,7 @@ class Delivery:
         return any(fired.name == site.name for fired in self._fired)  # of a batch
 
 
-def _learns(snapshot: Snapshot) -> bool:
+def _has_learned(snapshot: Snapshot) -> bool:
     """Return whether an optimizer has changed anything, as far as that is watched."""
     sites = [site for site in snapshot.order if kind_of(site.tensor).is_update]
     return any(snapshot[site].total.abs_max > 0 for site in sites)

@@ -21,7 +21,7 @@ from hookstats.numbers.frame import COUNTERS, StepFrame
 from hookstats.numbers.given import Given
 from hookstats.numbers.ranks import ALONE, StepRanks
 from hookstats.watch.layout import Layout, sites_at
-from hookstats.watch.memory import TOTALS, Entry, Store
+from hookstats.watch.memory import TOTALS, Entry, StateStore
 from hookstats.watch.scalars import Copy, Kept, by_step, sample_ids_by_step
 
 Key: TypeAlias = tuple[torch.device, int]  # a block of state, by device and number
@@ -60,8 +60,8 @@ class PendingScalars:
             self._scalars[device, _SCALARS] = copies
             self.send((device, _SCALARS), torch.stack([copy.number for copy in copies]).view(torch.int64), side)
 
-    def sent(self, side: torch.cuda.Stream) -> None:
-        """All that travels on this stream is on its way."""
+    def record_event(self, side: torch.cuda.Stream) -> None:
+        """Note that all copies of this stream have been launched."""
         event = torch.cuda.Event()
         event.record(side)
         self._events.append(event)
@@ -88,7 +88,7 @@ class PendingScalars:
                 copy.numbers[copy.place] = value
         return arrays
 
-    def given(self) -> Given:
+    def read(self) -> Given:
         """Return what came with steps that are not measured. Waits if it must."""
         self.arrays()
         return Given(by_step(self._rows), sample_ids_by_step(self._rows))
@@ -147,7 +147,7 @@ class Pending(PendingScalars):
 class Drain:
     """Empties a store, step by step."""
 
-    def __init__(self, store: Store, ranks: StepRanks = ALONE) -> None:
+    def __init__(self, store: StateStore, ranks: StepRanks = ALONE) -> None:
         """ranks: whose numbers these are."""
         self._store = store
         self._ranks = ranks
@@ -174,7 +174,7 @@ class Drain:
     def _begin(self, kept: Kept, clear: bool, totals_only: bool) -> Pending:
         self._store.fold_left()
         every, _ = self._store.flags.enabled.sampling
-        pending = Pending(*self._placed(totals_only), kept, self._ranks, every)
+        pending = Pending(*self._find_layout(totals_only), kept, self._ranks, every)
         for device in {**self._store.blocks, **kept.copies}:
             side = self._side(device)
             if totals_only:
@@ -186,12 +186,12 @@ class Drain:
                 pending.send((device, number), copy, side)
             pending.send_scalars(device, kept.copies.get(device, []), side)
             if side is not None:
-                pending.sent(side)
+                pending.record_event(side)
         if clear:
             self._store.forget_left()
         return pending
 
-    def _placed(self, totals_only: bool) -> tuple[Layout, list[Key], list[Entry], Held]:
+    def _find_layout(self, totals_only: bool) -> tuple[Layout, list[Key], list[Entry], Held]:
         """Return where all sites lie, computed anew only if something has moved."""
         entries = self._store.entries
         sign: Sign = [(e.place, e.folded is None, e.keep_channels, e.channel_dim, e.sharding) for e in entries]
@@ -208,11 +208,11 @@ class Drain:
             side = self._side(device)
             pending.send_scalars(device, copies, side)
             if side is not None:
-                pending.sent(side)
+                pending.record_event(side)
         return pending
 
 
-def _layout(entries: list[Entry], store: Store, totals_only: bool) -> tuple[Layout, list[Key]]:
+def _layout(entries: list[Entry], store: StateStore, totals_only: bool) -> tuple[Layout, list[Key]]:
     places = [entry.read[0] for entry in entries]
     if totals_only:
         numbers = {device: itertools.count() for device in store.blocks}

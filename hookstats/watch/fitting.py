@@ -8,22 +8,22 @@ from hookstats import _native
 from hookstats._warn import WarnOnce
 from hookstats.modules.evidence import Ran, channel_dim_by_evidence, widths_of
 from hookstats.watch.flags import is_capturing
-from hookstats.watch.hooks import Hook, SiteSpec
+from hookstats.watch.hooks import OutputHook, SiteSpec
 from hookstats.watch.ignoring import Ignoring
-from hookstats.watch.memory import Store
-from hookstats.watch.skipping import Captured
+from hookstats.watch.memory import StateStore
+from hookstats.watch.skipping import InsideCapture
 
 
 class Fitting:
     """Moves the states of a monitor's hooks. Remembers what has run, which is evidence of where channels lie."""
 
-    def __init__(self, store: Store, ignoring: Ignoring, warn_once: WarnOnce) -> None:
+    def __init__(self, store: StateStore, ignoring: Ignoring, warn_once: WarnOnce) -> None:
         self._store = store
         self._ignoring = ignoring
         self._warn_once = warn_once
         self._ran = Ran()
 
-    def fit(self, hook: Hook, tensor: torch.Tensor) -> None:
+    def fit(self, hook: OutputHook, tensor: torch.Tensor) -> None:
         """Moves the hook's states to the device and width of a tensor, one thread after the other."""
         if tensor.dtype not in _native.DTYPES:
             raise TypeError(f"expected a tensor of one of {', '.join(map(str, _native.DTYPES))}, got {tensor.dtype}")
@@ -32,7 +32,7 @@ class Fitting:
         with self._store.lock:
             self._fit(hook, tensor)
 
-    def _fit(self, hook: Hook, tensor: torch.Tensor) -> None:
+    def _fit(self, hook: OutputHook, tensor: torch.Tensor) -> None:
         spec, device = hook.spec, tensor.device
         channels = spec.place.channels
         dim = self._channel_dim(spec, tensor, channels)
@@ -54,14 +54,16 @@ class Fitting:
         self._settle(hook, tensor.dim(), dim, width, device, is_first)
         self._ran.note(tuple(tensor.shape), dim)
 
-    def _settle(self, hook: Hook, ndim: int, dim: int, width: int | None, device: torch.device, is_first: bool) -> None:
+    def _settle(
+        self, hook: OutputHook, ndim: int, dim: int, width: int | None, device: torch.device, is_first: bool
+    ) -> None:
         """Gives the hook states of this width; None: totals alone."""
         spec = hook.spec
         place = spec.place
         is_turned = width is not None and spec.dims.get(ndim, dim) != dim
         stays = (device, width or 1) == (place.device, place.channels) and not is_turned
         if is_capturing() and not stays:
-            raise Captured
+            raise InsideCapture
         make_room = self._store.make_room if is_first else self._store.make_room_to_move
         if not stays and width is not None and not make_room(device, width, len(spec.entries)):
             self._warn_once(
@@ -72,7 +74,7 @@ class Fitting:
             spec.keep_channels, width = False, None
             stays = (device, 1) == (place.device, place.channels)
         if not stays and not self._store.make_room(device, width or 1, len(spec.entries)):
-            raise MemoryError(self._store.no_room(1, len(spec.entries)))
+            raise MemoryError(self._store.explain_no_room(1, len(spec.entries)))
         before = spec.channel_dim
         spec.dims[ndim] = dim
         if stays and not is_first and spec.channel_dim == before:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hookstats import _native
-from hookstats.modules.selection import unwrapped
+from hookstats.modules.selection import unwrap
 
 
 def is_capturing() -> bool:
@@ -53,7 +53,7 @@ class Flags:
         return self._devices[device]
 
     def span(self, calls: int = 0) -> AbstractContextManager[None]:
-        """Around what hookstats does in Python in a step that is timed: `calls` of hooks, or something else."""
+        """Time what hookstats does in Python: `calls` of hooks, or something else."""
         times = self.enabled.times
         return nullcontext() if times is None else times.span(calls)
 
@@ -84,7 +84,7 @@ class TrainingOnly:
 
         compiled_programs: as in attach.
         """
-        root = unwrapped(model)
+        root = unwrap(model)
         self._root = weakref.ref(root)
         self._wanted = wanted
         self._enabled = flags.enabled

@@ -14,7 +14,7 @@ import torch
 from hookstats import _native
 from hookstats._warn import WarnOnce
 from hookstats.modules.containers import walk
-from hookstats.modules.order import when_the_compiler_is_imported
+from hookstats.modules.order import on_compiler_import
 from hookstats.modules.sharding import Sharding, is_dtensor, sharding_of
 from hookstats.watch.flags import MONITORS
 from hookstats.watch.ignoring import rows_on
@@ -43,7 +43,7 @@ def is_exporting() -> bool:
 def observe_in_graph(output: object, hook: Any) -> None:
     """Observe in operators as `_native.observe` does; also what is in a container.
 
-    hook: a `hookstats.watch.hooks.Hook`.
+    hook: a `hookstats.watch.hooks.OutputHook`.
     """
     if hook.slot is None or not is_measured(hook):
         return
@@ -60,10 +60,10 @@ def observe_tensor(tensor: torch.Tensor, hook: Any, path: str = "") -> None:
     observe(tensor, hook.slot, path, rows)
     slot = hook.gradient_slot
     if slot is not None and tensor.requires_grad and not tensor.is_leaf and hook.watches_gradient(path):
-        _hang(tensor, slot, path, rows)
+        _register_gradient_hook(tensor, slot, path, rows)
 
 
-def _hang(x: torch.Tensor, slot: torch.Tensor, path: str, rows: Rows | None) -> None:
+def _register_gradient_hook(x: torch.Tensor, slot: torch.Tensor, path: str, rows: Rows | None) -> None:
     # A closure: of a partial, all that it holds would be guarded, and each site have a graph of its own.
     x.register_hook(lambda gradient: observe_gradient(slot, gradient, path, rows))
     if _MOVES_INPUTS and torch.compiler.is_compiling():
@@ -136,7 +136,7 @@ def _name_of(x: Any) -> str:
     return name
 
 
-def sharding_noted(note: str, dim: int) -> Sharding | None:
+def read_sharding_note(note: str, dim: int) -> Sharding | None:
     """Return how the tensor lies of which an operator got a part, channels in this dimension. TypeError: why not."""
     if note.startswith(_PROBLEM):
         raise TypeError(note.removeprefix(_PROBLEM).removeprefix("TypeError: "))
@@ -146,10 +146,10 @@ def sharding_noted(note: str, dim: int) -> Sharding | None:
 @functools.cache
 def teach_the_compiler(*hooks: Any) -> None:
     """Tell the compiler, once it is imported, by which functions hooks enter Python."""
-    when_the_compiler_is_imported(lambda: _teach(*hooks))
+    on_compiler_import(lambda: _register_with_dynamo(*hooks))
 
 
-def _teach(*hooks: Any) -> None:
+def _register_with_dynamo(*hooks: Any) -> None:
     import torch._dynamo
     from torch._C._dynamo import eval_frame
 
@@ -173,7 +173,7 @@ _MOVES_INPUTS = torch.__version__ < "2.13"
 
 
 def _inputs_first(context: Any) -> None:
-    """Runs while `_hang` is traced: puts the inputs of the graph back in front, in their order.
+    """Runs while `_register_gradient_hook` is traced: puts the inputs of the graph back in front, in their order.
 
     torch 2.11 and 2.12 move what a gradient hook refers to (slot and rows, which are inputs) to the tensor that it is
     registered on, and so behind earlier nodes that use it. Where nothing was moved, nothing is done.

@@ -12,7 +12,7 @@ from hookstats import _native
 from hookstats._warn import WarnOnce
 from hookstats.modules.order import has_compiled
 from hookstats.watch.flags import is_capturing
-from hookstats.watch.memory import Rows, Store, local_part
+from hookstats.watch.memory import Rows, StateStore, local_part
 
 _SAMPLED = "sampled "  # before the name of a monitor: of the rows that count, those that are read
 
@@ -46,15 +46,15 @@ class _Entered:
 class Ignoring:
     """A monitor's ignored rows. Each thread has its own; of those that it has entered the innermost are in force."""
 
-    def __init__(self, store: Store, warn_once: WarnOnce) -> None:
+    def __init__(self, store: StateStore, warn_once: WarnOnce) -> None:
         self._store = store
         self._warn_once = warn_once
         self._entered: list[_Entered] = []
 
     @contextlib.contextmanager
-    def within(self, rows: torch.Tensor) -> Iterator[None]:
-        """Inside, rows do not count where `rows` is True."""
-        entered = _Entered(checked(rows))
+    def ignore(self, rows: torch.Tensor) -> Iterator[None]:
+        """Leave out rows where `rows` is True, while it is entered."""
+        entered = _Entered(check_rows(rows))
         try:
             with self._store.lock:
                 self._entered.append(entered)
@@ -77,8 +77,8 @@ class Ignoring:
         """Renew what hooks and graphs read: when rows, a device, or a step (measured or not, or sampled) change."""
         with self._store.lock:
             for entered in {entered.thread: entered for entered in self._entered}.values():
-                rows = self._counted(entered)
-                sampled = [self._sampled(each) for each in rows]
+                rows = self._select_counted(entered)
+                sampled = [self._sample_rows(each) for each in rows]
                 entered.counted.set_rows(rows, sampled)
                 self._set_rows(entered, rows, sampled)
             self._store.flags.enabled.count([entered.counted for entered in self._entered])
@@ -89,12 +89,12 @@ class Ignoring:
         if self._store.may_sample:
             _native.now.set_rows(entered.thread, _SAMPLED + self._store.flags.monitor, sampled)
 
-    def _sampled(self, rows: Rows) -> Rows:
+    def _sample_rows(self, rows: Rows) -> Rows:
         """Return those that are read in this step; all of them for a CUDA graph, which is of all steps."""
         every, phase = self._store.flags.enabled.sampling
-        return rows if every == 1 or is_capturing() else _some_of(rows, every, phase)
+        return rows if every == 1 or is_capturing() else _take_every(rows, every, phase)
 
-    def _counted(self, entered: _Entered) -> list[Rows]:
+    def _select_counted(self, entered: _Entered) -> list[Rows]:
         try:
             return [_rows(entered.ignored, device, self._store.flags.is_open()) for device in self._store.devices()]
         except Exception as error:  # no memory, say
@@ -104,7 +104,7 @@ class Ignoring:
             return []
 
 
-def checked(rows: torch.Tensor) -> torch.Tensor:
+def check_rows(rows: torch.Tensor) -> torch.Tensor:
     """The rows; of a DTensor, this process's part."""
     if not isinstance(rows, torch.Tensor) or rows.dtype != torch.bool:
         got = rows.dtype if isinstance(rows, torch.Tensor) else type(rows).__name__
@@ -121,7 +121,7 @@ def checked(rows: torch.Tensor) -> torch.Tensor:
     return part
 
 
-def _some_of(rows: Rows, every: int, phase: int) -> Rows:
+def _take_every(rows: Rows, every: int, phase: int) -> Rows:
     """Every so-many-th of the rows that count; all where they are fewer. Waits for nothing."""
     row_index, kept = rows
     with torch.inference_mode(False), torch.no_grad():

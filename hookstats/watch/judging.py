@@ -68,7 +68,7 @@ class Recorder(Protocol):
 class Keeper(Protocol):
     """A recorder that keeps steps in a directory."""
 
-    def written(self, timeout: float) -> Path:
+    def wait_until_written(self, timeout: float) -> Path:
         """The directory, when all that was taken can be read there. TimeoutError."""
 
 
@@ -163,11 +163,11 @@ class Judging:
         for recorder in self._recorders:
             recorder.wait(timeout)
 
-    def written(self, timeout: float) -> Path:
+    def wait_until_written(self, timeout: float) -> Path:
         """Return the directory of the first `Keeper`; ValueError where there is none."""
         for recorder in self._recorders:
             if isinstance(recorder, Keeper):
-                return recorder.written(timeout)
+                return recorder.wait_until_written(timeout)
         raise ValueError(
             "expected a monitor of a process that records, attach(model, sinks=[hookstats.record('runs/a')]); "
             "got one whose sinks keep nothing in a directory"

@@ -95,14 +95,14 @@ def laws(
 _Applied = tuple[str | None, str]  # where; else why not
 
 
-def _fired(frame: StepFrame, kind: str) -> list[int]:
+def _list_fired(frame: StepFrame, kind: str) -> list[int]:
     return [i for i in frame.order.tolist() if is_of_kind(frame.sites.names[i].tensor, kind)]
 
 
 def _bias(frame: StepFrame) -> _Applied:
     biases = [
         frame.sites.names[i].name.removesuffix(".bias")
-        for i in _fired(frame, "param_grad")
+        for i in _list_fired(frame, "param_grad")
         if frame.sites.names[i].name.endswith(".bias")
     ]
     places = [frame.sites.place.get(Site(name, "grad_output")) for name in biases]
@@ -119,7 +119,7 @@ def _bias(frame: StepFrame) -> _Applied:
 def _cross_entropy(frame: StepFrame) -> _Applied:
     if len(frame.ranks.present) < frame.ranks.world_size:
         return None, "other ranks have tokens, too: attach(process_group=...)"
-    found = [_fired(frame, f"token_weights.{name}") for name in NAMES]
+    found = [_list_fired(frame, f"token_weights.{name}") for name in NAMES]
     if not found[0]:
         return _by_norm(frame)
     weights = None
@@ -164,38 +164,38 @@ def _by_norm(frame: StepFrame) -> _Applied:
 def _identity(frame: StepFrame) -> _Applied:
     if len(frame.ranks.present) < frame.ranks.world_size:
         return None, "other ranks may have parts of each sum: this step is not of all of them"
-    found = _fired(frame, KIND)
+    found = _list_fired(frame, KIND)
     chosen = [i for i in found if frame.sites.names[i].tensor.endswith(f".{ROUNDING}")]
     sums = round(sum(frame.totals.count[i] / frame.calls[i] for i in chosen))
     where = f"{sums} sums of {len(chosen)} identities" if chosen else None
     return where, "no gradient came before an optimizer's step"
 
 
-def _of_parameters(kind: str, why: str) -> Callable[[StepFrame], _Applied]:
-    def applied(frame: StepFrame) -> _Applied:
-        count = len(_fired(frame, kind))
+def _apply_to_parameters(kind: str, why: str) -> Callable[[StepFrame], _Applied]:
+    def apply(frame: StepFrame) -> _Applied:
+        count = len(_list_fired(frame, kind))
         return (f"{count} parameters" if count else None), why
 
-    return applied
+    return apply
 
 
-def _of_ranks(kind: str) -> Callable[[StepFrame], _Applied]:
-    def applied(frame: StepFrame) -> _Applied:
+def _apply_to_ranks(kind: str) -> Callable[[StepFrame], _Applied]:
+    def apply(frame: StepFrame) -> _Applied:
         if len(frame.ranks.present) == 1:
             return None, "there is one rank: attach(process_group=...) measures several together"
-        count = len(_fired(frame, kind))
+        count = len(_list_fired(frame, kind))
         where = f"{count} parameters on {len(frame.ranks.present)} ranks"
         return (where if count else None), "no parameter was measured"
 
-    return applied
+    return apply
 
 
 _APPLIED: dict[str, Callable[[StepFrame], _Applied]] = {
     "bias": _bias,
     "cross_entropy": _cross_entropy,
-    "optimizer": _of_parameters("optimizer_law", "no step of SGD, Adam or AdamW was measured"),
-    "step": _of_parameters("outside_update", "no optimizer has stepped in two measured steps"),
-    "replica": _of_ranks("param_sample"),
-    "reduction": _of_ranks("param_grad_local"),
+    "optimizer": _apply_to_parameters("optimizer_law", "no step of SGD, Adam or AdamW was measured"),
+    "step": _apply_to_parameters("outside_update", "no optimizer has stepped in two measured steps"),
+    "replica": _apply_to_ranks("param_sample"),
+    "reduction": _apply_to_ranks("param_grad_local"),
     "identity": _identity,
 }

@@ -11,9 +11,9 @@ from torch import nn
 
 from hookstats.modules.sharding import is_dtensor
 from hookstats.numbers.fields import Site
-from hookstats.watch.batches import Batches, Parameter, part_held
+from hookstats.watch.batches import Batches, Parameter, find_part
 from hookstats.watch.binding import SiteBinder
-from hookstats.watch.memory import Store
+from hookstats.watch.memory import StateStore
 
 LOCAL_GRADIENT = "param_grad_local"
 
@@ -24,7 +24,7 @@ class LocalGradients:
     def __init__(
         self,
         model: nn.Module,
-        store: Store,
+        store: StateStore,
         binder: SiteBinder,
         batches: Batches,
         timed: weakref.WeakMethod[Callable[..., Any]],
@@ -46,13 +46,13 @@ class LocalGradients:
             each.entries[LOCAL_GRADIENT].given_up = True
             return self._binder.skipping.give_up([Site(each.name, LOCAL_GRADIENT)], problem, reason=problem)
         self._watched[each] = (0, None, None)
-        self._hang(each)
+        self._register_hook(each)
 
     def look_again(self) -> None:
         """Parameters may have been replaced."""
         for each, (known, _, _) in self._watched.items():
             if id(each.get()) != known:
-                self._hang(each)
+                self._register_hook(each)
 
     def remove(self) -> None:
         for _, _, handle in self._watched.values():
@@ -60,7 +60,7 @@ class LocalGradients:
                 handle.remove()
         self._watched.clear()
 
-    def _hang(self, each: Parameter) -> None:
+    def _register_hook(self, each: Parameter) -> None:
         _, _, handle = self._watched[each]
         if handle is not None:
             handle.remove()
@@ -89,7 +89,7 @@ class LocalGradients:
 
     def _measure(self, each: Parameter, gradient: torch.Tensor) -> None:
         try:
-            held = part_held(self._binder, each, LOCAL_GRADIENT, gradient)
+            held = find_part(self._binder, each, LOCAL_GRADIENT, gradient)
         except Exception as error:
             if self._store.strict:
                 raise

@@ -12,7 +12,7 @@ from hookstats.numbers.fields import Bins, ExponentBins, Site
 from hookstats.numbers.site_stats import SiteStats
 from hookstats.watch.arguments import check_histogram, refuse_device
 from hookstats.watch.drain import Drain
-from hookstats.watch.memory import Store, accumulate
+from hookstats.watch.memory import StateStore, accumulate
 from hookstats.watch.scalars import Kept, Scalars
 
 
@@ -57,7 +57,7 @@ def measure(
         raise IndexError(f"measure: expected channel_dim from {-tensor.dim()} to {tensor.dim() - 1}, got {dim}")
     else:
         width = max(tensor.shape[dim], 1)
-    store = Store(histogram, 0, strict=True)
+    store = StateStore(histogram, 0, strict=True)
     store.reserve(tensor.device, store.site_bytes(width) // 8)
     state = store.add(Site("", "tensor"), tensor.device, width, dim, keep_channels).state
     store.flags.value = True

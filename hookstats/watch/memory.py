@@ -22,7 +22,7 @@ from hookstats.numbers.fields import FIELDS, Bins, LinearBins, Site, histogram_s
 from hookstats.numbers.kinds import has_rows
 from hookstats.watch.flags import Flags
 
-TOTALS = -1  # the "block" of a device that `Store.take_totals` returns
+TOTALS = -1  # the "block" of a device that `StateStore.take_totals` returns
 _SLOTS = 1024  # made at a time
 _SLOT_WORDS = 2  # apart: torch copies what lies at no whole 16 bytes, and a CUDA graph may then not write to it
 _LATER_BLOCK_BYTES = 1 << 16  # room for sites whose width is learned one by one; twice as much each time
@@ -80,7 +80,7 @@ def local_part(tensor: _Tensor) -> _Tensor:
     return local if isinstance(local, torch.Tensor) else tensor
 
 
-class Place(NamedTuple):
+class StatePlace(NamedTuple):
     """Place of a site's state, in units of 8 bytes: moments, counters, histogram, one after another."""
 
     device: torch.device
@@ -94,8 +94,9 @@ class Place(NamedTuple):
     def size(self) -> int:
         return len(FIELDS) * self.channels + _native.COUNTERS + self.bins
 
-    def totals(self, number: int) -> Place:
-        """Return the place of its totals in what `Store.take_totals` returns, by the state's number on its device."""
+    def totals(self, number: int) -> StatePlace:
+        """Return the place of its totals in what `StateStore.take_totals` returns, by the state's number on its
+        device."""
         offset = number * (len(FIELDS) + _native.COUNTERS)
         return self._replace(block=TOTALS, offset=offset, channels=1, bins=0)
 
@@ -103,7 +104,7 @@ class Place(NamedTuple):
 class Left(NamedTuple):
     """A state that a site had, to which somebody may still bring what belongs to it."""
 
-    place: Place
+    place: StatePlace
     moments: weakref.ref[torch.Tensor]  # held by waiting gradients, and for ever by what a CUDA graph has captured
 
 
@@ -129,13 +130,13 @@ class Entry:
         self.given_up = False
         self.sharding: Sharding | None = None  # of the latest of its tensors, if these are DTensors
         self.sharded_in = -1  # when that was measured: Store.clears
-        self.place: Place
+        self.place: StatePlace
         self.state: SiteState
         self.left: list[Left] = []
-        self.folded: tuple[Place, SiteState] | None = None  # its totals, while states of other widths are left
+        self.folded: tuple[StatePlace, SiteState] | None = None  # its totals, while states of other widths are left
 
     @property
-    def read(self) -> tuple[Place, SiteState]:
+    def read(self) -> tuple[StatePlace, SiteState]:
         """The state that leaves the device with a step."""
         return self.folded or (self.place, self.state)
 
@@ -183,7 +184,7 @@ def _give_away(blocks: dict[torch.device, list[torch.Tensor]]) -> None:
             _native.untraced(_native.give_away, each)
 
 
-class Store:
+class StateStore:
     """The state of all sites of a monitor.
 
     Memory is taken at attach, and in a few large blocks for sites whose width is learned later; a block is never moved,
@@ -207,7 +208,7 @@ class Store:
         self._scratch: dict[torch.device, int] = {}  # bytes of CUDA's own memory
         self._tables: dict[torch.device, Any] = {}  # of what is read of the sites there: _native.Totals
         self._moved: list[Entry] = []  # those that have left states
-        self._free_again: dict[torch.device, list[Place]] = {}  # those that are zero, the smallest first
+        self._free_again: dict[torch.device, list[StatePlace]] = {}  # those that are zero, the smallest first
         self._slots: dict[torch.device, tuple[torch.Tensor, int]] = {}  # memory for them, and how many are used
         self._copies = _native.Copies()
         self._left = _native.Copies()
@@ -239,12 +240,12 @@ class Store:
             self._scratch[device] = _native.reserve_scratch(device)
         return self.memory_budget - self._scratch.get(device, 0)
 
-    def _bytes_left(self, device: torch.device) -> int:
+    def _count_free_bytes(self, device: torch.device) -> int:
         return self.budget_on(device) - self.bytes_on(device) - self._claimed.get(device, 0)
 
     def claim(self, device: torch.device, size: int) -> bool:
         """Leaves this many bytes of the budget to somebody else. False: so many are not left, and none are given."""
-        if size > self._bytes_left(device):
+        if size > self._count_free_bytes(device):
             return False
         self._claimed[device] = self._claimed.get(device, 0) + size
         return True
@@ -269,7 +270,7 @@ class Store:
         offset, end = self._free.get(device, (0, 0))
         if needed <= end - offset:
             return True
-        left = self._bytes_left(device) // 8
+        left = self._count_free_bytes(device) // 8
         if needed > left:
             return False
         later = _LATER_BLOCK_BYTES // 8 << len(self.blocks.get(device, []))
@@ -342,7 +343,7 @@ class Store:
         if entry not in self._moved:
             self._moved.append(entry)
 
-    def _take_place(self, entry: Entry, device: torch.device, channels: int) -> Place:
+    def _take_place(self, entry: Entry, device: torch.device, channels: int) -> StatePlace:
         size, bins = self._size(channels, entry.has_bins), self._bins(channels, entry.has_bins)
         self._tables.pop(device, None)
         free = self._free_again.get(device, [])
@@ -351,18 +352,18 @@ class Store:
             free.remove(again)
             return again._replace(channels=channels, bins=bins)
         if not self.make_room(device, channels, 1, entry.has_bins):
-            raise MemoryError(self.no_room(channels, 1, entry.has_bins))
+            raise MemoryError(self.explain_no_room(channels, 1, entry.has_bins))
         offset, end = self._free[device]
         self._free[device] = (offset + size, end)
-        return Place(device, len(self.blocks[device]) - 1, offset, channels, bins, size)
+        return StatePlace(device, len(self.blocks[device]) - 1, offset, channels, bins, size)
 
-    def _give_back(self, place: Place) -> None:
+    def _give_back(self, place: StatePlace) -> None:
         self._tables.pop(place.device, None)
         free = self._free_again.setdefault(place.device, [])
         free.append(place)
         free.sort(key=lambda each: each.room)
 
-    def _state(self, entry: Entry, place: Place, channel_dim: int) -> SiteState:
+    def _state(self, entry: Entry, place: StatePlace, channel_dim: int) -> SiteState:
         linear = self.histogram if isinstance(self.histogram, LinearBins) else None  # of a batch all sites have these
         with torch.inference_mode(False):
             return SiteState(
@@ -379,7 +380,7 @@ class Store:
             )
 
     def _parts(
-        self, memory: torch.Tensor, offset: int, place: Place, has_bins: bool
+        self, memory: torch.Tensor, offset: int, place: StatePlace, has_bins: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Moments, counters and histogram of a state that begins there."""
         counters = offset + len(FIELDS) * place.channels
@@ -414,8 +415,8 @@ class Store:
                     self._give_back(entry.folded[0])
                     entry.folded = None
 
-    def no_room(self, channels: int, sites: int, has_bins: bool = True) -> str:
-        """Why `make_room` said no."""
+    def explain_no_room(self, channels: int, sites: int, has_bins: bool = True) -> str:
+        """Say why `make_room` returned False."""
         size = sites * self.site_bytes(channels, has_bins)
         return f"its state of {size} bytes would not fit into what is left of memory_budget={self.memory_budget} bytes"
 

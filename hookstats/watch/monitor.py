@@ -16,7 +16,7 @@ from hookstats.modules import order
 from hookstats.numbers.fields import Site, Skipped
 from hookstats.numbers.kinds import kind_of
 from hookstats.numbers.snapshot import Snapshot
-from hookstats.watch.arguments import checked_number, checked_seconds
+from hookstats.watch.arguments import check_number, check_seconds
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.budget import Budget
 from hookstats.watch.clipping import clip_grad_norm_
@@ -99,7 +99,7 @@ class Monitor:
     def skipped(self) -> dict[Site, Skipped]:
         """The sites whose tensors could not be measured, with the reason and the number of tensors so far."""
         self._binder.collect_failures()
-        return self._binder.skipping.so_far()
+        return self._binder.skipping.list_all()
 
     @property
     def state_bytes(self) -> int:
@@ -141,7 +141,7 @@ class Monitor:
                 "step: expected a call outside of torch.cuda.graph, after the replay: it copies and clears the state, "
                 "which would end the capture of a CUDA graph; got a call while one is captured"
             )
-        number = self._step if step is None else checked_number(step)
+        number = self._step if step is None else check_number(step)
         if self._stepped and number < self._step:
             self._binder.warn_once(
                 "number",
@@ -162,7 +162,7 @@ class Monitor:
         self._binder.collect_failures()
         if self._measured and self._handles:
             self._parameters.close_step()
-            self._binder.skipping.tell()
+            self._binder.skipping.warn_common()
             is_full = self._closed % self._channels_every == 0 or self._judging.is_escalated(self._step)
             self._delivery.send(number, checked, totals_only=not is_full)
             self._closed += 1
@@ -224,7 +224,7 @@ class Monitor:
         self._binder.collect_failures()
         if not self._stepped:  # one forward and backward, without steps
             self._parameters.measure()
-        now = self._delivery.look(self._step, self._scalars({}))
+        now = self._delivery.read_open_step(self._step, self._scalars({}))
         if now.order:
             return now
         self._delivery.receive(wait=True)
@@ -245,7 +245,7 @@ class Monitor:
         """
         if not self._is_judged:
             raise ValueError("check: expected a sink that judges, such as sinks=[hookstats.record('runs/a')]; got none")
-        end = time.monotonic() + checked_seconds("check", timeout)
+        end = time.monotonic() + check_seconds("check", timeout)
         self._delivery.receive(wait=True)
         self._delivery.wait_for_ranks(timeout)
         self._judging.wait(end - time.monotonic())
@@ -262,10 +262,10 @@ class Monitor:
         Raises:
             TimeoutError: if that takes longer than ``timeout`` seconds. ValueError: if this process records nothing.
         """
-        end = time.monotonic() + checked_seconds("recorded", timeout)
+        end = time.monotonic() + check_seconds("recorded", timeout)
         self._delivery.receive(wait=True)
         self._delivery.wait_for_ranks(timeout)
-        return self._judging.written(end - time.monotonic())
+        return self._judging.wait_until_written(end - time.monotonic())
 
     def laws(self) -> Laws:
         """Return which laws the latest step that has arrived was held against, where, and why others were not.
@@ -350,7 +350,7 @@ class Monitor:
             TypeError, ValueError: in a measured step, for what is no attention: other shapes, dtypes, devices, or the
                 name of an attention that is watched already.
         """
-        self._attention.by_hand(q, k, name, mask, is_causal, scale)
+        self._attention.measure_by_hand(q, k, name, mask, is_causal, scale)
 
     def router(
         self,
@@ -383,7 +383,7 @@ class Monitor:
                 experts than there are, for chosen without experts, for other numbers than before, or for the name of a
                 router that is watched already.
         """
-        self._routing.by_hand(name, logits, chosen, experts, top_k)
+        self._routing.measure_by_hand(name, logits, chosen, experts, top_k)
 
     def _set_flags(self) -> None:
         is_paused = not self._handles or self._pauses > 0 or self._is_paused
@@ -429,7 +429,7 @@ class Monitor:
         Raises:
             TypeError: if `rows` is no bool tensor. ValueError: if it has no dimension.
         """
-        with self._binder.ignoring.within(rows):
+        with self._binder.ignoring.ignore(rows):
             yield
 
     def reset(self) -> None:
@@ -461,7 +461,7 @@ class Monitor:
         if is_whole:
             self._parameters.measure()
         self._binder.collect_failures()
-        self._binder.skipping.tell()
+        self._binder.skipping.warn_common()
         self._binder.training.forget()
         if self._handles:
             order.make_room_for_graphs()

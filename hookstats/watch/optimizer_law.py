@@ -27,7 +27,7 @@ _CLOSE, _ROUNDINGS = 1e-3, 8
 _MOST = 2.0**20  # where nothing was to be changed, and something was
 
 
-class _Read(NamedTuple):
+class _SampledStep(NamedTuple):
     """Some parameters before their step; tensors ``[sampled elements of all]``, for us to change."""
 
     owners: list[Parameter]
@@ -44,7 +44,7 @@ class OptimizerLaw:
     def __init__(self, flag: Callable[[torch.device], torch.Tensor]) -> None:
         """flag: of a device, whether anything is measured."""
         self._flag = flag
-        self._read: list[tuple[type, _Read]] = []
+        self._read: list[tuple[type, _SampledStep]] = []
         self._left_out: dict[Parameter, str] = {}
         self._groups: list[dict[str, Any]] = []  # of this step, of all optimizers
 
@@ -91,9 +91,11 @@ class OptimizerLaw:
                 key = gradient.device, gradient.dtype, tuple(tensors), None if isinstance(step, torch.Tensor) else step
                 alike.setdefault(key, []).append((each, tensors, step))
             for members in alike.values():
-                self._read.append((type(optimizer), self._sampled(members, dict(group))))
+                self._read.append((type(optimizer), self._sample_group(members, dict(group))))
 
-    def _sampled(self, members: list[tuple[Parameter, dict[str, torch.Tensor], Any]], group: dict[str, Any]) -> _Read:
+    def _sample_group(
+        self, members: list[tuple[Parameter, dict[str, torch.Tensor], Any]], group: dict[str, Any]
+    ) -> _SampledStep:
         """Sample gradients and states together, by one launch."""
         _, tensors, step = members[0]
         first = tensors["gradient"]
@@ -108,7 +110,7 @@ class OptimizerLaw:
         group["lr"] = _number_of(group["lr"])
         states = dict(zip(tensors, flat, strict=True))
         owners, eps = [each for each, *_ in members], torch.finfo(first.dtype).eps
-        return _Read(owners, group, eps, states.pop("gradient"), states, step)
+        return _SampledStep(owners, group, eps, states.pop("gradient"), states, step)
 
     def after(self, samples: dict[Parameter, Sample]) -> dict[Parameter, torch.Tensor]:
         """Return the ratios of each parameter; samples: with the differences that the step has made."""
@@ -131,7 +133,7 @@ class OptimizerLaw:
 
 
 def _problem(optimizer: Any) -> str | None:
-    """Why nothing of it is known."""
+    """Say why the law does not apply to it; None: it does."""
     if type(optimizer) not in _STATES:
         return f"{type(optimizer).__name__} is none of SGD, Adam, AdamW"
     if getattr(optimizer, "grad_scale", None) is not None:
@@ -165,7 +167,7 @@ def _tensors(parameter: torch.Tensor, state: dict[str, Any], names: tuple[str, .
     return {name: each.detach() for name, each in local.items() if each is not None}
 
 
-def _sgd(read: _Read, before: torch.Tensor, _: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _sgd(read: _SampledStep, before: torch.Tensor, _: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The change, and the magnitude of its terms."""
     group, g = read.group, read.gradient
     momentum, buffer, decay = group["momentum"], read.states.get("momentum_buffer"), group["weight_decay"]
@@ -184,7 +186,7 @@ def _sgd(read: _Read, before: torch.Tensor, _: bool) -> tuple[torch.Tensor, torc
     return g.mul_(-group["lr"]), terms.mul_(group["lr"])
 
 
-def _adam(read: _Read, before: torch.Tensor, is_decoupled: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _adam(read: _SampledStep, before: torch.Tensor, is_decoupled: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The same; arXiv 1412.6980, 1711.05101, and with amsgrad the largest second moment so far."""
     group, g = read.group, read.gradient
     (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]

@@ -60,8 +60,8 @@ class _Mark:
             self.event = torch.cuda.Event(enable_timing=True)
             self.event.record(self.stream)
 
-    def us_since(self, before: _Mark) -> float | None:
-        """None while the device has not come to it; and between two streams, of which none waits for the other."""
+    def measure_since(self, before: _Mark) -> float | None:
+        """Return microseconds since another mark; None: the device has not come to it, or there are two streams."""
         if self.event is None or before.event is None:
             return 1e6 * (self.at - before.at)
         if self.stream != before.stream:
@@ -76,11 +76,11 @@ class TimedStep(NamedTuple):
     after: _Mark
     times: _native.Times | None
 
-    def us(self) -> float:
+    def read_us(self) -> float:
         """Waits for the device. Infinite where two streams do not tell."""
         if self.after.event is not None:
             self.after.event.synchronize()
-        took = self.after.us_since(self.before)
+        took = self.after.measure_since(self.before)
         return math.inf if took is None else took
 
     @property
@@ -105,7 +105,7 @@ class Stopwatch:
 
     @contextmanager
     def closing(self, measured: bool) -> Iterator[None]:
-        """Around `Monitor.step`, which ends a step of this kind and sets the stopwatch for the next one."""
+        """Wrap `Monitor.step`: end a step of this kind, and set the stopwatch for the next one."""
         begun, at = self._begun, time.perf_counter()
         times = self._flags.enabled.times
         with self._flags.span():
@@ -145,8 +145,8 @@ class Stopwatch:
         return Overhead(
             measured_host=_mean(times.host_us for times in timed) + calls * paused,
             skipped_host=_mean(self._closing) + calls * paused,
-            measured_step=_mean(after.us_since(before) for before, after in self._ended),
-            skipped_step=_mean(after.us_since(before) for before, after in self._skipped),
+            measured_step=_mean(after.measure_since(before) for before, after in self._ended),
+            skipped_step=_mean(after.measure_since(before) for before, after in self._skipped),
             every=math.nan,
             rows=math.nan,
         )

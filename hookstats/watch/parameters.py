@@ -22,12 +22,12 @@ from hookstats.modules.sharding import is_dtensor, sharding_of
 from hookstats.numbers.fields import Site
 from hookstats.numbers.frame import BEFORE_CLIPPING, OCCASIONS, OF_OPTIMIZER
 from hookstats.numbers.kinds import is_of_kind, kind_of
-from hookstats.watch.batches import Batches, ByIdentity, Owner, Parameter, Stepping, part_held, placing
+from hookstats.watch.batches import Batches, ByIdentity, Owner, Parameter, Stepping, find_part, find_place
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.flags import is_capturing
 from hookstats.watch.given_loss import GivenLoss
 from hookstats.watch.local_gradients import LOCAL_GRADIENT, LocalGradients
-from hookstats.watch.memory import Entry, Store, local_part
+from hookstats.watch.memory import Entry, StateStore, local_part
 from hookstats.watch.optimizer_law import KIND as LAW
 from hookstats.watch.optimizer_law import OptimizerLaw
 from hookstats.watch.samples import KINDS as SAMPLES
@@ -48,7 +48,7 @@ class Parameters:
     def __init__(
         self,
         model: nn.Module,
-        store: Store,
+        store: StateStore,
         kinds: tuple[str, ...],
         binder: SiteBinder,
         default: torch.device,
@@ -72,7 +72,7 @@ class Parameters:
         self._unstepped: dict[Parameter, Sample] = {}  # while a step is closed
         self._readings = 0  # of the open step; counted on from a multiple of OF_OPTIMIZER
         self._is_ours: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
-        timed = weakref.WeakMethod(self._timed)
+        timed = weakref.WeakMethod(self._measure_timed)
         self.local_gradients = LocalGradients(model, store, binder, self._batches, timed)
         self.identities: Any = None  # hookstats.identities.measuring.JointSums
 
@@ -101,7 +101,7 @@ class Parameters:
             return self._binder.skipping.give_up([Site(name, BUFFER)], problem)
         if getattr(tensor, "main_param_sharded", False):  # see Parameter.get: parts of no shape
             keep_channels = False
-        device, width, dim = placing(slot, tensor, keep_channels, self._device)
+        device, width, dim = find_place(slot, tensor, keep_channels, self._device)
         parameter = Parameter(len(self._parameters.all), name, slot, keep_channels, group_size)
         for kind in kinds_of(slot, tensor, self._kinds):
             # This process's part of a DTensor may be one channel of several. Of a sample, none is a channel's.
@@ -145,27 +145,27 @@ class Parameters:
         """
         self._carefully(self._count_step, optimizer)
         if self._between is not None and self._between.is_waiting:
-            self._timed(lambda between: between.look(self._among(optimizer)), self._between)
+            self._measure_timed(lambda between: between.sample_again(self._find_stepped(optimizer)), self._between)
         if not self._store.flags.is_open():
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             self._measure_identities(optimizer)
         stepping = self._carefully(self._read_with, optimizer)
-        if not stepping or not self._stepping.begins(optimizer):
+        if not stepping or not self._stepping.begin(optimizer):
             return None
         if "param_update" in self._kinds:
-            self._timed(self._copy, stepping)
+            self._measure_timed(self._copy, stepping)
         if self._has_samples:
-            self._stepping.sampled = self._timed(self._sample, stepping) or []
+            self._stepping.sampled = self._measure_timed(self._sample, stepping) or []
         if not callable(closure):
             self.measure(stepping, getattr(optimizer, "grad_scale", None))
             if self._law is not None and self._store.flags.value:
-                self._timed(self._law.before, optimizer, stepping)
+                self._measure_timed(self._law.before, optimizer, stepping)
             return None
         first = True
 
-        def measured_closure() -> Any:
+        def measure_closure() -> Any:
             nonlocal first
             loss = closure()
             if first:
@@ -175,8 +175,8 @@ class Parameters:
             return loss
 
         if len(args) > 1:
-            return (args[0], measured_closure, *args[2:]), kwargs
-        return args, kwargs | {"closure": measured_closure}
+            return (args[0], measure_closure, *args[2:]), kwargs
+        return args, kwargs | {"closure": measure_closure}
 
     def _measure_identities(self, optimizer: Optimizer | None) -> None:
         if self.identities is not None:
@@ -185,19 +185,19 @@ class Parameters:
     def _count_step(self, optimizer: Optimizer) -> None:
         """Also of steps that are not measured: ranks that are at different steps are told apart by it."""
         if optimizer not in self._is_ours:
-            self._is_ours[optimizer] = bool(self._among(optimizer)) or self._is_of_model(optimizer)
+            self._is_ours[optimizer] = bool(self._find_stepped(optimizer)) or self._is_of_model(optimizer)
         if self._is_ours[optimizer]:
             self._readings += OF_OPTIMIZER - self._readings % OF_OPTIMIZER
 
     def after_optimizer_step(self, optimizer: Optimizer) -> None:
         """Measures by how much the step has changed them, and what the optimizer keeps of them."""
         if self._stepping.ends(optimizer) and (self._stepping.copies or self._stepping.sampled):
-            self._timed(self._measure_updates)
+            self._measure_timed(self._measure_updates)
         if self._states is not None and self._store.flags.is_open():
-            self._timed(self._measure_states, self._states, optimizer)
+            self._measure_timed(self._measure_states, self._states, optimizer)
 
     def _measure_states(self, states: States, optimizer: Optimizer) -> None:
-        found = [pair for each in self._among(optimizer) for pair in self._state_of(states, each, optimizer)]
+        found = [pair for each in self._find_stepped(optimizer) for pair in self._state_of(states, each, optimizer)]
         owners, values = [owner for owner, _ in found], [value for _, value in found]
         self._note(owners, list(values), by_optimizer=True)
         self._batches.accumulate(owners, list(values))
@@ -212,12 +212,12 @@ class Parameters:
             self._binder.leave_out(entries, error)
             return []
 
-    def _among(self, optimizer: Optimizer) -> list[Parameter]:
-        return self._parameters.among(parameter for group in optimizer.param_groups for parameter in group["params"])
+    def _find_stepped(self, optimizer: Optimizer) -> list[Parameter]:
+        return self._parameters.find(parameter for group in optimizer.param_groups for parameter in group["params"])
 
     def _read_with(self, optimizer: Optimizer) -> list[Parameter]:
         """Return what is read when it steps: its watched parameters, and buffers that were not read in this step."""
-        stepping = self._among(optimizer)
+        stepping = self._find_stepped(optimizer)
         waiting = [each for each in self._buffers if not each.measured]
         return stepping + waiting if waiting and (stepping or self._is_of_model(optimizer)) else stepping
 
@@ -232,7 +232,7 @@ class Parameters:
     def measure(self, stepping: list[Parameter] | None = None, grad_scale: torch.Tensor | None = None) -> None:
         """Measures the watched ones among those that step; None: all that were not measured in this step."""
         if self._store.flags.value if stepping is None else self._store.flags.is_open():
-            run = self._carefully if stepping is None else self._timed  # the end of a step is timed as a whole
+            run = self._carefully if stepping is None else self._measure_timed  # the end of a step is timed as a whole
             run(self._measure, stepping, grad_scale)
 
     def _measure(self, stepping: list[Parameter] | None, grad_scale: torch.Tensor | None) -> None:
@@ -255,7 +255,7 @@ class Parameters:
                 return None if sample is None else sample.values
             if kind == BUFFER:
                 tensor = tensor.detach().double() if tensor.dtype in _COUNTS else tensor.detach()  # counts are exact
-            return part_held(self._binder, each, kind, tensor.grad if kind == "param_grad" else tensor)
+            return find_part(self._binder, each, kind, tensor.grad if kind == "param_grad" else tensor)
 
         values = self._read(owners, value)
         self._note(owners, values, by_optimizer)
@@ -284,14 +284,14 @@ class Parameters:
         """Measures the gradients that are there and were not, in this step; optimizers do not measure them again."""
         if self._store.flags.is_open():
             self._measure_identities(None)
-            self._timed(self._measure_gradients)
+            self._measure_timed(self._measure_gradients)
 
     def measure_before_clipping(self, tensors: list[torch.Tensor]) -> list[tuple[Entry, torch.Tensor]] | None:
         """The same; and the sites that hold these parameters' gradients, and nothing else. None: some have none now."""
         if not self._store.flags.is_open() or is_capturing():
             return None
         self._measure_identities(None)
-        found: list[tuple[Entry, torch.Tensor]] | None = self._timed(self._measure_before_clipping, tensors)
+        found: list[tuple[Entry, torch.Tensor]] | None = self._measure_timed(self._measure_before_clipping, tensors)
         return found
 
     def _measure_before_clipping(self, tensors: list[torch.Tensor]) -> list[tuple[Entry, torch.Tensor]] | None:
@@ -308,7 +308,7 @@ class Parameters:
 
         def gradient(each: Parameter, kind: str) -> torch.Tensor | None:
             tensor = None if kind in each.measured else each.get()
-            return None if tensor is None else part_held(self._binder, each, kind, tensor.grad)
+            return None if tensor is None else find_part(self._binder, each, kind, tensor.grad)
 
         gradients = self._read(owners, gradient)
         self._note(owners, gradients, by_optimizer=True, before=True)
@@ -378,7 +378,7 @@ class Parameters:
     def _sample(self, stepping: list[Parameter]) -> list[Parameter]:
         """Sample what is compared when they have stepped."""
         if self._between is not None:
-            self._measure_changes(self._between.found(stepping), by_optimizer=True, kind=OUTSIDE)
+            self._measure_changes(self._between.take_found(stepping), by_optimizer=True, kind=OUTSIDE)
         chosen = [each for each in stepping if any(each.measures(kind) for kind in SAMPLES)]
         return list(self._samples.take(chosen, changes=False))
 
@@ -415,7 +415,7 @@ class Parameters:
         samples = self._samples.take(updated, changes=True)
         self._measure_changes(samples, by_optimizer=True)
         if self._between is not None:
-            self._between.stepped(samples)
+            self._between.keep_samples(samples)
         if self._law is not None:
             ratios = self._law.after(samples)
             owners = [(each, LAW) for each in ratios]
@@ -425,14 +425,14 @@ class Parameters:
         owners = [(each, "param_update") for each in copies]
 
         def update(each: Parameter, kind: str) -> torch.Tensor | None:
-            now, before = part_held(self._binder, each, kind, each.get()), copies[each]
+            now, before = find_part(self._binder, each, kind, each.get()), copies[each]
             return (
                 torch.sub(now.detach(), before, out=before) if now is not None and now.shape == before.shape else None
             )
 
         self._batches.accumulate(owners, self._read(owners, update))
 
-    def _timed(self, measure: Callable[..., Any], *args: Any) -> Any:
+    def _measure_timed(self, measure: Callable[..., Any], *args: Any) -> Any:
         """`_carefully`, as a part of what hookstats takes of a step."""
         with self._store.flags.span():
             return self._carefully(measure, *args)

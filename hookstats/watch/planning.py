@@ -8,15 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from hookstats.modules.channels import ChannelAxis, channels_of, input_channels, is_vector, wanted_by_name
+from hookstats.modules.channels import ChannelAxis, channels_of, input_channels, is_vector, match_names
 from hookstats.modules.heads import NO_GROUPS, GroupSizes, group_sizes
-from hookstats.modules.selection import Modules, Slot, clean_names, select, watched_root
-from hookstats.modules.sharding import flattened
+from hookstats.modules.selection import Modules, Slot, clean_names, find_root, select
+from hookstats.modules.sharding import find_flattened
 from hookstats.numbers.kinds import kind_of
 from hookstats.watch.arguments import OF_LANGUAGE, OF_PARAMETERS, Channels, channel_names, device_of
-from hookstats.watch.batches import placing
-from hookstats.watch.hooks import Hook, InputHook, Kinds, ModelInputHook, SiteSpec
-from hookstats.watch.memory import Store
+from hookstats.watch.batches import find_place
+from hookstats.watch.hooks import InputHook, Kinds, ModelInputHook, OutputHook, SiteSpec
+from hookstats.watch.memory import StateStore
 from hookstats.watch.parameters import kinds_of
 
 
@@ -47,7 +47,7 @@ class Plan:
         self.parameters = {name: slot for name, slot in chosen.items() if self._is_measured(slot)}
         if not any(self._of_outputs + self._of_inputs):
             self.modules = {}
-        self._root = watched_root(model, exclude) if "model_input" in kinds else None
+        self._root = find_root(model, exclude) if "model_input" in kinds else None
         if "" in self.modules and self._of_inputs[0]:
             self._root = None  # it is measured as any other module's
         is_of_modules = not set(kinds) <= set(OF_LANGUAGE)
@@ -55,15 +55,15 @@ class Plan:
             raise ValueError(f"modules: expected to select something that has {' or '.join(kinds)}, selected nothing")
         is_root_given = self._root is not None and isinstance(channels.dim, Mapping) and "" in channels.dim
         names = [*self.modules, *([""] if is_root_given else [])]
-        self._dims = wanted_by_name("Channels.dim", channels.dim, names)
+        self._dims = match_names("Channels.dim", channels.dim, names)
         self._channels = {name: channels_of(name, m, self._dims.get(name)) for name, m in self.modules.items()}
         self.device = device_of(model) or torch.device("cpu")  # of what lies on none
         self._devices = {name: device_of(module) or self.device for name, module in self.modules.items()}
         self.keeping = channel_names(channels.which, self.modules, self.parameters)  # modules and parameters
         self.keeping |= {""} if is_root_given else set()
-        cut = flattened(model)  # what is left there of a weight is no vector of channels
+        cut = find_flattened(model)  # what is left there of a weight is no vector of channels
         self.keeping -= {name for name, slot in self.parameters.items() if slot.module in cut and not slot.is_buffer}
-        self._groups = group_sizes(clean_names(model)) | self._given_groups(channels)
+        self._groups = group_sizes(clean_names(model)) | self._match_groups(channels)
         self.trained = frozenset(
             name for name, m in self.modules.items() if any(parameter.requires_grad for parameter in m.parameters())
         )
@@ -73,9 +73,9 @@ class Plan:
         tensor = slot.get()
         return not slot.is_buffer or (tensor is not None and bool(kinds_of(slot, tensor, self.of_parameters)))
 
-    def _given_groups(self, channels: Channels) -> dict[str, GroupSizes]:
+    def _match_groups(self, channels: Channels) -> dict[str, GroupSizes]:
         """The caller's, of outputs and parameters."""
-        given = wanted_by_name("Channels.group_size", channels.group_size, [*self.modules, *self.parameters])
+        given = match_names("Channels.group_size", channels.group_size, [*self.modules, *self.parameters])
         for name, size in given.items():
             width = self._channels[name].width if name in self._channels else None
             if width is not None and width % size:
@@ -90,7 +90,7 @@ class Plan:
         found = self._groups.get(parameter) or (self._groups.get(module) if key == "weight" else None)
         return (found or NO_GROUPS).outputs
 
-    def hooks(self) -> Iterator[tuple[nn.Module, SiteSpec, type[Hook], torch.device]]:
+    def hooks(self) -> Iterator[tuple[nn.Module, SiteSpec, type[OutputHook], torch.device]]:
         """Each hook's module, sites, kind and device."""
         if self._root is not None:
             channels = input_channels(self._root, self._dims.get("")) or ChannelAxis(None, None)
@@ -101,12 +101,12 @@ class Plan:
             keeps, device, groups = name in self.keeping, self._devices[name], self._groups.get(name, NO_GROUPS)
             if any(self._of_outputs):
                 outputs, kinds = self._channels[name], self._of_outputs
-                yield module, SiteSpec(name, "", outputs, keeps, kinds, module, groups.outputs), Hook, device
+                yield module, SiteSpec(name, "", outputs, keeps, kinds, module, groups.outputs), OutputHook, device
             if any(self._of_inputs) and inputs is not None:
                 kinds = self._of_inputs
                 yield module, SiteSpec(name, "", inputs, keeps, kinds, module, groups.inputs), InputHook, device
 
-    def reserve(self, store: Store) -> TooMuch | None:
+    def reserve(self, store: StateStore) -> TooMuch | None:
         """Takes the memory. Where channels would go beyond the budget, vectors keep totals only; then all sites do.
 
         ValueError if these do, too.
@@ -130,7 +130,7 @@ class Plan:
             store.reserve(device, size // 8)
         return too_much
 
-    def _sizes(self, store: Store) -> dict[torch.device, int]:
+    def _sizes(self, store: StateStore) -> dict[torch.device, int]:
         total: dict[torch.device, int] = {}
         for _, spec, _, device in self.hooks():
             width = (spec.channels.width or 1) if spec.keep_channels else 1
@@ -138,7 +138,7 @@ class Plan:
         for name, slot in self.parameters.items():
             tensor = slot.get()
             assert tensor is not None
-            device, width, _ = placing(slot, tensor, name in self.keeping, self.device)
+            device, width, _ = find_place(slot, tensor, name in self.keeping, self.device)
             for kind in kinds_of(slot, tensor, self.of_parameters):
                 is_sample = kind_of(kind).is_sample
                 size = store.site_bytes(1 if is_sample else width, has_bins=not is_sample)

@@ -11,11 +11,11 @@ import torch
 
 from hookstats import _native
 from hookstats.numbers import kinds
-from hookstats.watch.batches import Parameter, part_held
+from hookstats.watch.batches import Parameter, find_part
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.flags import is_capturing
-from hookstats.watch.memory import Store, local_part
-from hookstats.watch.skipping import Captured
+from hookstats.watch.memory import StateStore, local_part
+from hookstats.watch.skipping import InsideCapture
 
 SIZE = 4096  # elements of a parameter, at most
 KINDS = tuple(kind.name for kind in kinds.KINDS.values() if kind.is_sample)
@@ -42,7 +42,7 @@ class Sample(NamedTuple):
 class Samples:
     """Takes them. What each parameter is worth was taken, and when, is up to the caller."""
 
-    def __init__(self, store: Store, binder: SiteBinder) -> None:
+    def __init__(self, store: StateStore, binder: SiteBinder) -> None:
         self._store = store
         self._binder = binder
         self._samples: dict[Parameter, Sample] = {}
@@ -55,7 +55,7 @@ class Samples:
         if known is not None and known.fits(tensor):
             return True
         if is_capturing():
-            raise Captured
+            raise InsideCapture
         self.taken.pop(each, None)
         if known is not None:
             self._store.claim(known.values.device, -self._samples.pop(each).bytes)
@@ -124,7 +124,7 @@ class Samples:
             return None
         for kind in KINDS:
             if each.measures(kind):
-                found = part_held(self._binder, each, kind, tensor)
+                found = find_part(self._binder, each, kind, tensor)
         if found is None or found.numel() == 0:
             return None
         if _native.has_no_data(found):

@@ -36,7 +36,7 @@ class Scalars:
             if isinstance(value, torch.Tensor):
                 if value.numel() != 1:
                     raise ValueError(f"step: {name}: expected a number, got a tensor of shape {tuple(value.shape)}")
-                plain = _plain(value.detach())
+                plain = _to_local(value.detach())
                 if _native.has_no_data(plain):
                     raise TypeError(f"step: {name}: expected a number or a tensor with data, got {plain}")
                 if plain.is_cpu:
@@ -50,7 +50,7 @@ class Scalars:
                 raise TypeError(f"step: {name}: expected a number or one-element tensor, got {value!r}") from None
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
+def _to_local(tensor: torch.Tensor) -> torch.Tensor:
     """This process's part of a DTensor; what an asynchronous collective brings."""
     part = local_part(tensor)
     return part.double() if _native.has_no_data(part) and not part.is_meta else part

@@ -29,7 +29,7 @@ class Scaling:
 
     def begin_step(self) -> None:
         """Notes the scale that the gradients of this step will have, if nobody changes it."""
-        self._scale = self._now()
+        self._scale = self._read_scale()
         self._own: set[int] | None = None  # ids of the model's parameters, once somebody has asked for them
 
     def before_step_of(self, scaler: Any, optimizer: Any) -> None:
@@ -41,7 +41,7 @@ class Scaling:
             stepped = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
             if not self._own.isdisjoint(stepped) and scaler.is_enabled():
                 self._scaler = scaler
-                self._scale = self._now()
+                self._scale = self._read_scale()
         except Exception as error:
             self._scale = None
             if self._strict:
@@ -58,10 +58,10 @@ class Scaling:
 
         A scaler of itself lowers its scale only then.
         """
-        scale, now = self._scale, self._now()
+        scale, now = self._scale, self._read_scale()
         return None if scale is None or now is None else (scale, now < scale)
 
-    def _now(self) -> float | torch.Tensor | None:
+    def _read_scale(self) -> float | torch.Tensor | None:
         if self._scaler is None:
             return None
         scale = self._scaler._scale  # on the device; None before its first use

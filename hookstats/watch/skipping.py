@@ -12,7 +12,7 @@ from hookstats._warn import warn
 from hookstats.numbers.fields import Site, Skipped
 
 
-class Captured(Exception):
+class InsideCapture(Exception):
     """Memory that is made meanwhile would be the graph's own, cleared in every replay, or end the capture."""
 
     def __str__(self) -> str:
@@ -22,17 +22,17 @@ class Captured(Exception):
         )
 
 
-_OF_MANY_SITES = (str(Captured()), "the device had failed before")  # told of the first alone
+_OF_MANY_SITES = (str(InsideCapture()), "the device had failed before")  # told of the first alone
 
 
 Problem: TypeAlias = str | Exception  # why something could not be measured
 
 
-def said_of(problem: Problem) -> str:
+def say_reason(problem: Problem) -> str:
     """Return a reason in words."""
     if isinstance(problem, torch.AcceleratorError):
         return f"the device had failed before, in any kernel of this process: {str(problem).splitlines()[0]}"
-    if isinstance(problem, Captured | str):
+    if isinstance(problem, InsideCapture | str):
         return str(problem).removeprefix("hookstats: ")
     return f"{type(problem).__name__}: {problem}"
 
@@ -53,11 +53,11 @@ class Skipping:
     def leave_out(self, sites: Iterable[Site], problem: Problem, times: int = 1, reason: str | None = None) -> None:
         """Counts, and warns of each site once; of _OF_MANY_SITES, of the first alone. RuntimeError under strict.
 
-        reason: in common with others, which `tell` tells of together.
+        reason: in common with others, which `warn_common` tells of together.
         """
-        sites, problem = list(sites), said_of(problem)
+        sites, problem = list(sites), say_reason(problem)
         if self._strict:
-            raise RuntimeError(f"hookstats: {_listed(sites)} cannot be measured: {problem}")
+            raise RuntimeError(f"hookstats: {_list_sites(sites)} cannot be measured: {problem}")
         with self._lock:
             new = [site for site in sites if site not in self._told]
             self._told.update(sites)
@@ -68,23 +68,23 @@ class Skipping:
             if reason is not None:
                 self._to_tell.setdefault(reason, (problem, []))[1].extend(sites)
         if is_news and reason is None:
-            warn(f"not measured: {_listed(new)}: {problem}")
+            warn(f"not measured: {_list_sites(new)}: {problem}")
 
     def give_up(self, sites: Iterable[Site], problem: Problem, reason: str | None = None) -> None:
         """Give up sites that can never be measured. reason: see `leave_out`."""
         sites = list(sites)
         self.leave_out(sites, problem, reason=reason)
         with self._lock:
-            self._given_up.update(dict.fromkeys(sites, Skipped(said_of(problem), None)))
+            self._given_up.update(dict.fromkeys(sites, Skipped(say_reason(problem), None)))
 
-    def tell(self) -> None:
+    def warn_common(self) -> None:
         """Warn once for each reason that sites have in common, at the end of the first step in which it came."""
         with self._lock:
             found = [told for reason, told in self._to_tell.items() if reason not in self._told_of_many]
             self._told_of_many.update(self._to_tell)
             self._to_tell = {}
         for problem, sites in found:
-            listed = _listed(sites) if len(sites) < 3 else f"{sites[0]} and {len(sites) - 1} more sites"
+            listed = _list_sites(sites) if len(sites) < 3 else f"{sites[0]} and {len(sites) - 1} more sites"
             warn(f"not measured: {listed}: {problem}")
 
     def take(self) -> dict[Site, Skipped]:
@@ -94,12 +94,12 @@ class Skipping:
             _add(self._earlier, left_out)
         return left_out
 
-    def of_step(self, left_out: dict[Site, Skipped] | None = None) -> dict[Site, Skipped]:
+    def list_step(self, left_out: dict[Site, Skipped] | None = None) -> dict[Site, Skipped]:
         """Return what was left out of a step, for its snapshot; None: of the open one."""
         with self._lock:
             return (self._open if left_out is None else left_out) | self._given_up
 
-    def so_far(self) -> dict[Site, Skipped]:
+    def list_all(self) -> dict[Site, Skipped]:
         """Return what was left out in all steps, the open one too."""
         with self._lock:
             everything = dict(self._earlier)
@@ -114,5 +114,5 @@ def _add(to: dict[Site, Skipped], more: dict[Site, Skipped]) -> None:
         to[site] = Skipped(skipped.reason, times)
 
 
-def _listed(sites: list[Site]) -> str:
+def _list_sites(sites: list[Site]) -> str:
     return " and ".join(map(str, sites))

@@ -9,11 +9,11 @@ import torch
 from hookstats import _native
 from hookstats.modules.sharding import is_dtensor
 from hookstats.numbers.fields import Site
-from hookstats.watch.batches import Owner, Parameter, part_held, placing
+from hookstats.watch.batches import Owner, Parameter, find_part, find_place
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.flags import is_capturing
-from hookstats.watch.memory import Store
-from hookstats.watch.skipping import Captured
+from hookstats.watch.memory import StateStore
+from hookstats.watch.skipping import InsideCapture
 from hookstats.watch.wrappers import is_wrapper
 
 KIND = "optimizer"
@@ -22,7 +22,7 @@ KIND = "optimizer"
 class States:
     """Their sites: "optimizer.exp_avg" of a parameter is what its optimizer has under that name."""
 
-    def __init__(self, store: Store, binder: SiteBinder, default: torch.device) -> None:
+    def __init__(self, store: StateStore, binder: SiteBinder, default: torch.device) -> None:
         """default: the device of what lies on none."""
         self._store = store
         self._binder = binder
@@ -45,7 +45,7 @@ class States:
             if problem is not None:
                 self._refuse(Site(each.name, kind), *problem)
             elif (kind in each.entries or self._add(each, kind, value)) and each.measures(kind):
-                part = part_held(self._binder, each, kind, value)
+                part = find_part(self._binder, each, kind, value)
                 if part is not None:
                     found.append(((each, kind), part))
         return found
@@ -56,13 +56,13 @@ class States:
         if slot is None or site in self._refused:
             return False
         if is_capturing():
-            self._binder.skipping.leave_out([site], Captured())
+            self._binder.skipping.leave_out([site], InsideCapture())
             return False
-        device, width, dim = placing(slot, value, each.keeps_channels, self._default)
+        device, width, dim = find_place(slot, value, each.keeps_channels, self._default)
         if not self._store.make_room(device, width, 1):
             width = 1
             if not self._store.make_room(device, width, 1):
-                self._refuse(site, "memory", self._store.no_room(width, 1))
+                self._refuse(site, "memory", self._store.explain_no_room(width, 1))
                 return False
         entry = self._store.add(site, device, width, dim, each.keeps_channels and width > 1)
         entry.channel_dim, entry.group_size = dim, each.group_size
@@ -76,7 +76,7 @@ class States:
 
 
 def _problem(value: torch.Tensor, parameter: torch.Tensor) -> tuple[str, str] | None:
-    """Why it is not measured: in a word, and in full."""
+    """Say why it is not measured, in a word and in full; None: it is."""
     if value.shape != parameter.shape:
         got = tuple(value.shape)
         return "shape", f"expected a tensor of the parameter's shape, {tuple(parameter.shape)}, got {got}"

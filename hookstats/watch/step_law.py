@@ -32,11 +32,11 @@ class BetweenSteps:
         """Say whether the next step of an optimizer is to be looked at."""
         return bool(self._stepped)
 
-    def stepped(self, samples: dict[Parameter, Sample]) -> None:
+    def keep_samples(self, samples: dict[Parameter, Sample]) -> None:
         """Keep samples that were taken after a step."""
         self._stepped |= {each: sample for each, sample in samples.items() if each.measures(KIND)}
 
-    def look(self, stepping: Iterable[Parameter]) -> None:
+    def sample_again(self, stepping: Iterable[Parameter]) -> None:
         """Take samples again before these step, and by how much they have changed."""
         if is_capturing():
             return self._stepped.clear()  # a graph's replays do not come by here
@@ -54,7 +54,7 @@ class BetweenSteps:
             _native.sample([tensor for *_, tensor in found], values, self._flag(device), differences)
             self._found |= {each: sample for each, sample, _ in found}
 
-    def found(self, stepping: Iterable[Parameter]) -> dict[Parameter, Sample]:
+    def take_found(self, stepping: Iterable[Parameter]) -> dict[Parameter, Sample]:
         """Return the samples that were found to differ, once."""
         return {each: self._found.pop(each) for each in stepping if each in self._found and each.measures(KIND)}
 

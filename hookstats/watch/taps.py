@@ -9,9 +9,9 @@ from hookstats.numbers.fields import Site
 from hookstats.watch.arguments import refuse_device
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.flags import is_capturing
-from hookstats.watch.hooks import Hook, SiteSpec
+from hookstats.watch.hooks import OutputHook, SiteSpec
 from hookstats.watch.memory import local_part
-from hookstats.watch.skipping import Captured
+from hookstats.watch.skipping import InsideCapture
 from hookstats.watch.wrappers import is_a_mere_shape
 
 
@@ -22,7 +22,7 @@ class Taps:
         self._binder = binder
         self._store = binder.store
         self._keep_channels = keep_channels
-        self._hooks: dict[str, Hook] = {}
+        self._hooks: dict[str, OutputHook] = {}
 
     def tap(self, tensor: torch.Tensor, name: str, channel_dim: int | None) -> torch.Tensor:
         """Implement `Monitor.tap`."""
@@ -36,21 +36,21 @@ class Taps:
         hook = self._hooks.get(name)
         if hook is None and self._binder.measures_now() and not is_a_mere_shape(tensor):
             with self._store.lock:
-                hook = self._hooks.get(name) or self._made(tensor, name, channel_dim)
+                hook = self._hooks.get(name) or self._make_hook(tensor, name, channel_dim)
         if hook is not None:
             hook(None, (), tensor)
         return tensor
 
-    def _made(self, tensor: torch.Tensor, name: str, channel_dim: int | None) -> Hook | None:
+    def _make_hook(self, tensor: torch.Tensor, name: str, channel_dim: int | None) -> OutputHook | None:
         if is_capturing():
-            self._binder.skipping.leave_out([Site(name, "output"), Site(name, "grad_output")], Captured())
+            self._binder.skipping.leave_out([Site(name, "output"), Site(name, "grad_output")], InsideCapture())
             return None
         if any(entry.site.name == name for entry in self._store.entries):
             raise ValueError(f"tap: expected a name that no watched module has, got {name!r}")
         spec = SiteSpec(name, "", ChannelAxis(channel_dim, None), self._keep_channels, ("output", "grad_output"))
         try:
             refuse_device(tensor.device)
-            self._hooks[name] = self._binder.late_hook(spec, local_part(tensor).device, Hook)
+            self._hooks[name] = self._binder.late_hook(spec, local_part(tensor).device, OutputHook)
         except Exception as error:  # no memory for its state, say
             if self._store.strict:
                 raise

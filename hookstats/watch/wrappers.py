@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hookstats import _native
-from hookstats.modules.sharding import Sharding, unreduced
+from hookstats.modules.sharding import Sharding, explain_unreduced
 from hookstats.watch.memory import Entry, local_part
 
 
@@ -26,7 +26,7 @@ def part_here(tensor: torch.Tensor) -> torch.Tensor:
 
     TypeError where that is not a part of them.
     """
-    problem = unreduced(tensor)
+    problem = explain_unreduced(tensor)
     if problem is not None:
         raise TypeError(problem)
     if tensor.is_nested and tensor.layout == torch.jagged:

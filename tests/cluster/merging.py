@@ -34,7 +34,7 @@ def submit(merging: Merging, numbers: Iterable[int], **fields: Any) -> list[Step
     """A training that measures these steps, and waits for none."""
     for number in numbers:
         merging.submit(step_of(number, dist.get_rank(), **fields))
-    return merging.arrived()
+    return merging.take_arrived()
 
 
 def train(merging: Merging, numbers: Iterable[int], **fields: Any) -> list[StepFrame]:

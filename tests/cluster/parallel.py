@@ -74,7 +74,7 @@ def merged(monitor: hookstats.Monitor, model: nn.Module, group: Any = None, plac
         joined = Joined(model, world, placements, names, False, 1 << 28, 60.0)
         joined.submit(frame, {entry.site: entry.held for entry in store.entries})
         joined.wait(60.0)
-        (whole,) = joined.arrived()
+        (whole,) = joined.take_arrived()
         joined.close()
     assert whole.ranks.present == tuple(sorted(group_of(world).ranks))
     return snapshot_of(whole), told

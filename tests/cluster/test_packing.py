@@ -13,7 +13,7 @@ from hookstats import ExponentBins, LinearBins, Snapshot
 from hookstats.cluster.union import Place, TableRow
 from hookstats.numbers.fields import FIELDS, STATISTICS, Bins, Site, Skipped, Stats, histogram_shape
 from hookstats.numbers.frame import Sites, StepFrame
-from hookstats.records.wire import of_step, step_from
+from hookstats.records.wire import decode_step, encode_step
 from hookstats.results import SiteStats
 from hookstats.rules import judge
 from tests import reference
@@ -332,11 +332,11 @@ def test_what_is_unpacked_serves_as_a_local_step_does(histogram: str) -> None:
     ranks = job_of(sites, BINS[histogram])
     merged = ranks.merged()
     assert merged.sites is ranks.merged().sites  # which recordings tell apart by being the same
-    assert merged.visible().sites is ranks.merged().visible().sites
-    merged = merged.visible()
+    assert merged.drop_hidden().sites is ranks.merged().drop_hidden().sites
+    merged = merged.drop_hidden()
     sites = Sites.from_json(json.loads(json.dumps(merged.sites.to_json())))
-    shards = np.concatenate([np.asarray(each).view(np.uint8) for each in of_step(merged, 0)])
-    assert snapshot_of(step_from(shards, {0: sites})).equals(snapshot_of(merged))
+    shards = np.concatenate([np.asarray(each).view(np.uint8) for each in encode_step(merged, 0)])
+    assert snapshot_of(decode_step(shards, {0: sites})).equals(snapshot_of(merged))
     assert Snapshot.from_dict(snapshot_of(merged).to_dict()).equals(snapshot_of(merged))
     judge([merged, merged])
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hookstats.cluster.groups import Axis, Group, checked_placements, group_of
+from hookstats.cluster.groups import Group, MeshAxis, check_placements, group_of
 from hookstats.cluster.placements import Placements, cuts_of, part_of
 from hookstats.cluster.union import Place, TableRow
 from hookstats.modules.sharding import LocalShard, Sharding
@@ -40,7 +40,7 @@ def own(site: tuple[str, str], channels: int, dim: int = -1) -> TableRow:
 def placed(model: nn.Module, site: tuple[str, str], held: LocalShard, group: Any = None, wanted: Any = None) -> Place:
     merged = group_of(dist.group.WORLD if group is None else group)
     names = [*(name for name, _ in model.named_modules()), *(name for name, _ in model.named_parameters())]
-    placements = Placements(model, merged, checked_placements(wanted, merged, names), {Site(*site): held}, {})
+    placements = Placements(model, merged, check_placements(wanted, merged, names), {Site(*site): held}, {})
     return placements(own(site, held.channels or 1))
 
 
@@ -56,7 +56,7 @@ def test_the_pieces_of_all_ranks_cover_a_sharded_weight_once(rows: int, shape: t
     seen = []
     for dp in range(shape[0]):
         for tp in range(shape[1]):
-            axes = [Axis("dp", tuple(range(shape[0])), dp), Axis("tp", tuple(range(shape[1])), tp)]
+            axes = [MeshAxis("dp", tuple(range(shape[0])), dp), MeshAxis("tp", tuple(range(shape[1])), tp)]
             cuts = cuts_of(axes, (_StridedShard(0, split_factor=shape[1]), Shard(0)), 0)
             assert cuts is not None
             span = part_of(rows, cuts, frozenset(range(4)))
@@ -79,14 +79,14 @@ def test_even_pieces_lie_where_torch_says() -> None:
             for i in range(shape[0]):
                 for j in range(shape[1]):
                     whole, at = _compute_local_shape_and_global_offset((24, 6), shape, [i, j], placements)
-                    axes = [Axis(str(n), tuple(range(shape[n])), (i, j)[n]) for n in range(2)]
+                    axes = [MeshAxis(str(n), tuple(range(shape[n])), (i, j)[n]) for n in range(2)]
                     cuts = cuts_of(axes, placements, 0)
                     assert cuts is not None
                     assert part_of(24, cuts, frozenset(range(3))) == (24, at[0], whole[0]), (placements, i, j)
 
 
 def test_channels_that_do_not_lie_side_by_side_are_merged_as_totals() -> None:
-    axis = Axis("dp", (0, 1), 0)
+    axis = MeshAxis("dp", (0, 1), 0)
     assert cuts_of([axis], [_StridedShard(0, split_factor=2)], 0) is None
     assert cuts_of([axis], [_StridedShard(0, split_factor=2)], 1) == []
     with as_rank(1, 2):
@@ -134,13 +134,13 @@ def test_what_names_the_ranks_is_checked() -> None:
             group_of(dist.new_group([0, 1]))
         with pytest.raises(ValueError, match="expected a group that rank 5 is in, got one of the ranks 0, 1"):
             group_of(dist.device_mesh.DeviceMesh("cpu", [0, 1]))
-        assert group_of(dist.new_group([1, 5])) == Group((1, 5), (Axis("rank", (1, 5), 1),))
+        assert group_of(dist.new_group([1, 5])) == Group((1, 5), (MeshAxis("rank", (1, 5), 1),))
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
-        assert group_of(mesh) == Group(tuple(range(8)), (Axis("dp", (1, 5), 1), Axis("tp", (4, 5, 6, 7), 1)))
+        assert group_of(mesh) == Group(tuple(range(8)), (MeshAxis("dp", (1, 5), 1), MeshAxis("tp", (4, 5, 6, 7), 1)))
 
 
-GROUP = Group((0, 1), (Axis("rank", (0, 1), 0),))
-MESH = Group((0, 1, 2, 3), (Axis("dp", (0, 2), 0), Axis("tp", (0, 1), 0)))
+GROUP = Group((0, 1), (MeshAxis("rank", (0, 1), 0),))
+MESH = Group((0, 1, 2, 3), (MeshAxis("dp", (0, 2), 0), MeshAxis("tp", (0, 1), 0)))
 
 
 @pytest.mark.parametrize(
@@ -157,10 +157,10 @@ MESH = Group((0, 1, 2, 3), (Axis("dp", (0, 2), 0), Axis("tp", (0, 1), 0)))
 )
 def test_placements_are_checked(placements: Any, group: Group, error: type[Exception], told: str) -> None:
     with pytest.raises(error, match=told):
-        checked_placements(placements, group, ["a", "b"])
+        check_placements(placements, group, ["a", "b"])
 
 
 def test_placements_are_one_for_each_axis() -> None:
-    assert checked_placements({"a": Shard(0)}, GROUP, ["a", "b"]) == {"a": (Shard(0),)}
-    assert checked_placements({"*": (Shard(0), Replicate())}, MESH, ["a"]) == {"*": (Shard(0), Replicate())}
-    assert checked_placements(None, MESH, ["a"]) == {}
+    assert check_placements({"a": Shard(0)}, GROUP, ["a", "b"]) == {"a": (Shard(0),)}
+    assert check_placements({"*": (Shard(0), Replicate())}, MESH, ["a"]) == {"*": (Shard(0), Replicate())}
+    assert check_placements(None, MESH, ["a"]) == {}

@@ -234,12 +234,12 @@ def test_what_cannot_be_compared_is_refused(eager: list[Snapshot]) -> None:
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 def test_the_dtype_is_told_from_the_bits_of_the_extremes(dtype: str) -> None:
     values = torch.randn(2000, dtype=torch.float64).to(getattr(torch, dtype)).double().numpy()
-    assert rounding.dtype_of(int(rounding.bits_needed(values).max())) == dtype
+    assert rounding.dtype_of(int(rounding.count_bits(values).max())) == dtype
 
 
 def test_values_that_every_dtype_has_tell_no_dtype() -> None:
-    assert (rounding.bits_needed(np.array([0.0, 1.0, -1.0, 6.0, 0.5, np.inf, np.nan, -np.inf])) == 0).all()
-    assert rounding.bits_needed(np.array([0.1, 11.0])).tolist() == [52, 4]
+    assert (rounding.count_bits(np.array([0.0, 1.0, -1.0, 6.0, 0.5, np.inf, np.nan, -np.inf])) == 0).all()
+    assert rounding.count_bits(np.array([0.1, 11.0])).tolist() == [52, 4]
 
 
 def test_what_is_computed_from_coarse_values_is_coarse_but_single_sites_make_no_coarse_program() -> None:
@@ -303,7 +303,7 @@ def test_later_steps_may_lie_further_apart_as_far_as_steps_explain() -> None:
     x = torch.randn(64, 8, dtype=torch.float64)
     one = np.ones(1)
     errors = rounding.errors(2.0**-24 * one, np.zeros(1, int), 0 * one, is_alike=True)
-    allowed = float(errors.allowed_for_means(64 * one, one, one)[0])  # of a channel
+    allowed = float(errors.bound_means(64 * one, one, one)[0])  # of a channel
 
     def parts(step: int, times: float) -> bool:
         a, b = [made(0, x), made(step, x)], [made(0, x), made(step, x * (1 + times * allowed))]

@@ -201,8 +201,8 @@ def allowed(dtype: str, *, count: float, draws: float = 1.0, kinks: int = 0, row
     """For means, and for extremes, of the fourth site."""
     units, ones = np.full(4, rounding.UNIT_ROUNDOFF[dtype]), np.ones(4)
     errors = rounding.errors(units, kinks * ones.astype(int), rows * ones, is_alike=True)
-    means = errors.allowed_for_means(count * ones, draws * ones, 4 * ones)
-    return float(means[3]), float(errors.allowed_for_extremes()[3])
+    means = errors.bound_means(count * ones, draws * ones, 4 * ones)
+    return float(means[3]), float(errors.bound_extremes()[3])
 
 
 def test_float32_twins_are_judged_by_independent_roundings_alone() -> None:

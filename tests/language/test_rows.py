@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hookstats.language import rows as module
-from hookstats.language.rows import AttentionRows, attention_rows, chosen_rows
+from hookstats.language.rows import AttentionRows, attention_rows, choose_rows
 
 TURN = torch.tensor([5])
 
@@ -75,7 +75,7 @@ def test_rows_are_those_of_a_float64_softmax(
     for piece in (1, 4000):  # one row after the other; some items of the batch together
         monkeypatch.setattr(module, "_PIECE_BYTES", piece)
         check(attention_rows(q, k, mask, TURN, None, None, is_causal, None), logits)
-        at = chosen_rows(queries, 5, TURN)
+        at = choose_rows(queries, 5, TURN)
         check(attention_rows(q, k, mask, TURN, None, 5, is_causal, None), logits[:, :, at])
 
 
@@ -117,7 +117,7 @@ def test_a_row_with_nan_is_nan_and_counts() -> None:
 
 def test_in_so_many_turns_every_row_is_met_and_the_last_one_always() -> None:
     for length, rows in ((100, 8), (7, 3), (64, 64), (5, 1), (2, 2)):
-        turns = [chosen_rows(length, rows, torch.tensor([turn])).tolist() for turn in range(max(1, length - 1))]
+        turns = [choose_rows(length, rows, torch.tensor([turn])).tolist() for turn in range(max(1, length - 1))]
         assert all(len(set(turn)) == rows and sorted(turn) == turn and turn[-1] == length - 1 for turn in turns)
         assert rows == 1 or {row for turn in turns for row in turn} == set(range(length))
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hookstats
-from hookstats.modules.facts import facts, hidden
+from hookstats.modules.facts import facts, find_hidden
 
 
 def said(model: nn.Module, caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
@@ -100,7 +100,7 @@ class FullyShardedDataParallel(nn.Module):
 def test_a_wrapper_is_not_looked_at_and_in_no_name() -> None:
     model = FullyShardedDataParallel(nn.Sequential(Holder([nn.Linear(10, 10)])))
     model._fsdp_wrapped_module[0].eval()  # type: ignore[operator, index]
-    assert [each[:7] for each in hidden(model)] == ["0.held,"]
+    assert [each[:7] for each in find_hidden(model)] == ["0.held,"]
     assert facts(model) == ["in evaluation mode: 0"]
 
 
@@ -111,7 +111,7 @@ def test_models_that_torch_has_changed_are_no_surprise(caplog: pytest.LogCapture
         assert said(model, caplog, logging.WARNING) == []
     knotted = nn.Sequential(nn.Sequential(nn.Linear(3, 3)))
     knotted[0].parent = knotted
-    assert hidden(knotted) == facts(knotted) == []
+    assert find_hidden(knotted) == facts(knotted) == []
 
 
 def test_a_model_that_cannot_be_looked_at_is_attached_to(
@@ -120,5 +120,5 @@ def test_a_model_that_cannot_be_looked_at_is_attached_to(
     def fail(model: nn.Module) -> list[str]:
         raise RecursionError("too deep")
 
-    monkeypatch.setattr("hookstats.attaching.hidden", fail)
+    monkeypatch.setattr("hookstats.attaching.find_hidden", fail)
     assert said(layers(), caplog, logging.INFO) == ["the model could not be looked at: RecursionError('too deep')"]

@@ -365,7 +365,7 @@ MUTANTS = [
     Mutant(
         "a last step that cannot be read comes out of detach",
         "hookstats/watch/delivery.py",
-        """return self._failed("finish", f"a step was measured, but could not be read: {error!r}", error)""",
+        """return self._report_failure("finish", f"a step was measured, but could not be read: {error!r}", error)""",
         "raise",
         "tests/watch/test_failing_inside.py -k nobody",
     ),

@@ -198,8 +198,8 @@ MUTANTS = [
     Mutant(
         "a word of the checksum is not mixed to its end",
         "hookstats/cluster/contents.py",
-        "(33, _signed(0xC4CEB9FE1A85EC53)), (33, 1)",
-        "(33, _signed(0xC4CEB9FE1A85EC53))",
+        "(33, _to_signed(0xC4CEB9FE1A85EC53)), (33, 1)",
+        "(33, _to_signed(0xC4CEB9FE1A85EC53))",
         "tests/cluster/test_checksums.py -k every_dtype",
     ),
     Mutant(
@@ -282,7 +282,7 @@ MUTANTS = [
     Mutant(
         "an identity is said without having looked at the model's output",
         "hookstats/identities/runs.py",
-        "return list(found.values()) if same(output, self.output) else None",
+        "return list(found.values()) if is_same(output, self.output) else None",
         "return list(found.values())",
         "tests/identities/test_finding.py -k 'something_else or no_scale'",
     ),
@@ -338,8 +338,8 @@ MUTANTS = [
     Mutant(
         "identities are measured after clipping, where somebody asked for gradients before",
         "hookstats/watch/parameters.py",
-        "            self._measure_identities(None)\n            self._timed(self._measure_gradients)",
-        "            self._timed(self._measure_gradients)",
+        "            self._measure_identities(None)\n            self._measure_timed(self._measure_gradients)",
+        "            self._measure_timed(self._measure_gradients)",
         "tests/rules/test_identities.py -k once",
     ),
     Mutant(

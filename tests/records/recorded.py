@@ -79,7 +79,7 @@ def measured(step: int) -> StepFrame:
     _SITES[totals_only, sites] = frame.sites
     if step % 6 == 0:
         frame.skipped = {Site("layers.0", "output"): Skipped("a reason", 3 if step % 12 == 0 else None)}
-    return frame.visible()
+    return frame.drop_hidden()
 
 
 @rule()

@@ -175,16 +175,16 @@ def test_an_exit_is_noted_and_taken_back() -> None:
     with pytest.raises(SystemExit) as caught:
         sys.exit(7)
     assert caught.value.code == 7
-    assert exits.ending() == "died: sys.exit(7)"
+    assert exits.describe_ending() == "died: sys.exit(7)"
     exits.forget()
-    assert exits.ending() == "ended: without monitor.detach()"
+    assert exits.describe_ending() == "ended: without monitor.detach()"
     exits.close()
     assert sys.exit is before
     first, second = Exits(), Exits()
     first.close()
     with pytest.raises(SystemExit):
         sys.exit("why")
-    assert second.ending() == "died: sys.exit('why')"
+    assert second.describe_ending() == "died: sys.exit('why')"
     second.close()
 
 

@@ -49,7 +49,7 @@ def _nothing_waits_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def drain(monitor: hookstats.Monitor, step: int, totals_only: bool = False, **scalars: float) -> StepFrame:
     kept = Kept.of(step, Scalars(scalars))
-    return monitor._delivery._drain.begin(kept, totals_only=totals_only).finish().visible()
+    return monitor._delivery._drain.begin(kept, totals_only=totals_only).finish().drop_hidden()
 
 
 def keep(directory: Path, steps: list[StepFrame], commit_each: int = 3, merge: bool = False) -> None:
@@ -270,7 +270,7 @@ def script(directory: Path) -> None:
     store = Store(directory / "rank=0")
     if not ended(directory / "rank=0"):
         store.begin(0, {})
-        for step in range(store.consumed(0), 18):
+        for step in range(store.read_consumed(0), 18):
             store.add(recorded.measured(step))
             if step % 2:
                 store.commit(step + 1)
@@ -414,8 +414,8 @@ def test_an_attempt_goes_on_after_its_writer_died_and_not_after_it_ended(tmp_pat
     store.commit(100)
     store.add(recorded.measured(1))  # is lost with its writer, and comes again
     store = Store(tmp_path)
-    assert store.consumed(3) == 100
-    assert store.consumed(4) == 0
+    assert store.read_consumed(3) == 100
+    assert store.read_consumed(4) == 0
     store.begin(3, {"a": 2})
     store.add(recorded.measured(1))
     with pytest.raises(ValueError, match="the attempt that was begun, 3"):

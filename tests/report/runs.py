@@ -11,7 +11,7 @@ import numpy as np
 from hookstats.numbers.fields import ExponentBins, Site
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.report.record import Recorded
-from hookstats.report.writing import Contents
+from hookstats.report.writing import PageContents
 from tests.frames import Measured, frame_of
 
 LEAVES = ("norm1", "attention.qkv", "attention.out", "norm2", "mlp.up", "mlp.act", "mlp.down")
@@ -20,7 +20,7 @@ _COUNT = 4096.0  # values of a channel
 
 def contents(recorded: Recorded, second: Recorded | None = None) -> tuple[dict[str, Any], dict[str, bytes]]:
     """What the page of a run is made from: what becomes JSON, and bytes by name."""
-    return Contents(recorded, second).all()
+    return PageContents(recorded, second).render_all()
 
 
 def sites_of(blocks: int, leaves: Sequence[str] = LEAVES) -> list[Site]:

@@ -103,7 +103,7 @@ def test_the_row_of_the_cell_at_the_mouse_is_told_in_numbers_and_c_copies_python
 def test_a_click_copies_the_line_of_the_site_that_is_open(browser: Browser, recorded: Path, tmp_path: Path) -> None:
     page = write(recorded, tmp_path / "page.html")
     site = Site("second", "output")
-    place = hookstats.report.of(recorded).sites.index(site)
+    place = hookstats.report.to_recorded(recorded).sites.index(site)
     browser.open(f"{page.as_uri()}#site={place}&step=9")
     browser.run(HEARD)
     assert text(browser, "#site button.code code") == 'run[9]["second", "output"]'

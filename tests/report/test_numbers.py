@@ -18,7 +18,7 @@ from hookstats.numbers.kinds import KINDS, kind_of
 from hookstats.report import Recorded, plot, write
 from hookstats.report.page import asset, page
 from hookstats.report.reducing import FIRST, NEUTRAL, NONFINITE, PER_OCTAVE, SILENT, past
-from hookstats.report.writing import in_order
+from hookstats.report.writing import order_sites
 from hookstats.rules import Finding
 from tests.conftest import ROOT
 from tests.report.runs import contents, run, sites_of
@@ -132,7 +132,7 @@ def test_values_that_are_not_finite_were_measured_as_well() -> None:
 
 
 def test_a_gradient_stands_beside_its_activation_in_the_order_of_execution() -> None:
-    rows = in_order(SITES)
+    rows = order_sites(SITES)
     assert [SITES[i] for i in rows[:4]] == [
         Site("embedding", "output"),
         Site("embedding", "grad_output"),
@@ -144,7 +144,7 @@ def test_a_gradient_stands_beside_its_activation_in_the_order_of_execution() -> 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind_of(kind).of != "module"])
 def test_whatever_is_measured_of_a_parameter_stands_where_its_module_does(kind: str) -> None:
     sites = [Site("0", "output"), Site("1", "output"), Site("0.weight", kind), Site("1.weight", kind)]
-    assert [sites[i].name for i in in_order(sites)] == ["0", "0.weight", "1", "1.weight"]
+    assert [sites[i].name for i in order_sites(sites)] == ["0", "0.weight", "1", "1.weight"]
 
 
 def test_the_top_channels_are_those_of_the_last_step_with_channels(recorded: Recorded) -> None:
@@ -299,7 +299,7 @@ def test_a_plot_has_a_row_a_site_and_says_what_it_shows(recorded: Recorded) -> N
     assert [label.get_text() for label in axes.get_yticklabels()][:2] == ["embedding", "layers.0.norm1"]
     assert not broken.mask.all()
     absolute = plot(recorded, "rms", relative=False).axes[0].images[0].get_array()
-    rows = [i for i in in_order(SITES) if SITES[i].tensor == "output"]
+    rows = [i for i in order_sites(SITES) if SITES[i].tensor == "output"]
     np.testing.assert_array_equal(absolute, recorded.statistic("rms")[rows])
     with pytest.raises(ValueError, match="expected a statistic of rms"):
         plot(recorded, "kurtosis")
@@ -319,7 +319,7 @@ def test_a_run_from_its_directory_has_the_page_of_its_snapshots(tmp_path: Path) 
             loss.backward()
             monitor.step(loss=loss.detach(), late=torch.tensor(float(step)))
         monitor.snapshot()
-    from hookstats.report.loading import recorded as loaded
+    from hookstats.report.loading import load_recorded as loaded
 
     read, expected = loaded(tmp_path / "run"), Recorded.of(kept)
     assert read.sites == expected.sites

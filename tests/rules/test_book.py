@@ -12,7 +12,7 @@ PARTS = ["What else looks like it:", "What to do:", "False-positive guards:"]
 
 
 @pytest.mark.parametrize("page", book.pages(), ids=lambda page: page.name)
-def test_a_page_has_its_parts_and_the_name_of_the_findings(page: book.Page) -> None:
+def test_a_page_has_its_parts_and_the_name_of_the_findings(page: book.RulePage) -> None:
     assert page == book.page(page.name) == book.page(page.of)
     assert page.name == page.of.replace("_", "-") or page.of[0].isupper()
     starts = [next((i for i, each in enumerate(page.paragraphs) if each.startswith(part)), None) for part in PARTS[:2]]

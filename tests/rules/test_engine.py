@@ -250,7 +250,7 @@ def test_a_course_keeps_what_it_would_compute_from_all_of_its_values() -> None:
         assert course.deviation == pytest.approx(deviation, rel=1e-12)
         assert course.limit(6.0, 2.0) == pytest.approx(level * np.exp(beyond) if in_logs else level + beyond, rel=1e-9)
         for value in np.geomspace(1e-3, 1e3, 50).tolist():  # what is held without a deviation is within the limit
-            assert not course.surely_holds(value, 2.0) or value <= course.limit(6.0, 2.0)
+            assert not course.is_surely_usual(value, 2.0) or value <= course.limit(6.0, 2.0)
 
 
 def test_what_follows_from_which_sites_fired_is_made_once_for_all_steps_that_agree_in_it() -> None:

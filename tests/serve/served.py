@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hookstats.numbers.fields import Site
-from hookstats.records.attempts import end_attempt, machine, read_attempt, started_at
+from hookstats.records.attempts import end_attempt, machine, read_attempt, read_start_time
 from hookstats.records.places import RING
 from hookstats.records.store import Store
 from hookstats.rules import Finding
@@ -104,7 +104,7 @@ def serving(directory: Path, *arguments: str) -> Iterator[Served]:
 
 def describe(folder: Path, attempt: int, pid: int) -> None:
     """As a training process leaves it, by which others know whether it is alive."""
-    about = {"ring": str(folder / f"{RING}{attempt:04d}"), "pid": pid, "started": started_at(pid), **machine()}
+    about = {"ring": str(folder / f"{RING}{attempt:04d}"), "pid": pid, "started": read_start_time(pid), **machine()}
     replace(read_attempt(folder, attempt), **about).write(folder)
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from hookstats.numbers.fields import Site
-from hookstats.report.loading import recorded
-from hookstats.report.writing import Contents
+from hookstats.report.loading import load_recorded
+from hookstats.report.writing import PageContents
 from hookstats.serve import pages, routes, runs
 from hookstats.serve.routes import Routes
 from hookstats.serve.runs import Runs, Watched
@@ -73,7 +73,7 @@ def test_what_is_sent_is_what_a_report_has(tmp_path: Path, run: Growing) -> None
     for names in (("run",), ("run", "other")):
         asked = Asked(tmp_path, *names)
         record = asked.record()
-        expected, blobs = Contents(*(recorded(tmp_path / name) for name in names)).all()
+        expected, blobs = PageContents(*(load_recorded(tmp_path / name) for name in names)).render_all()
         more = json.loads(gzip.decompress(asked.blob(record["version"], "more").body))
         found = {**record, **more, "written": expected["written"], "detailed": expected["detailed"]}
         assert {name: found[name] for name in expected} == expected

@@ -21,8 +21,8 @@ from hookstats.records.attempts import next_attempt
 from hookstats.records.store import Store
 from hookstats.rules import Finding
 from hookstats.terminal import following
-from hookstats.terminal.following import WINDOW, Followed, State
-from hookstats.terminal.formatting import BARS, plain, sparkline
+from hookstats.terminal.following import WINDOW, Followed, RunState
+from hookstats.terminal.formatting import BARS, escape_controls, sparkline
 from hookstats.terminal.watching import lines, picture, watch
 from tests.records.recorded import ROOT, measured, wait_for
 from tests.serve.served import describe
@@ -77,7 +77,7 @@ def test_a_run_that_is_recorded_says_by_whom_and_ends_when_it_ends(
 ) -> None:
     path, running = recording
     followed = Followed(path)
-    assert followed.state() == State("recording", f"process {running.pid} records it")
+    assert followed.state() == RunState("recording", f"process {running.pid} records it")
     running.kill()
     running.wait()
     wait_for(lambda: followed.look() and followed.state().kind == "died")
@@ -132,7 +132,7 @@ def test_a_run_whose_writer_finishes_meanwhile_ends_as_it_did(
         monkeypatch.setattr(following, "is_training", finish)
     else:
         finish()
-    assert followed.state() == State("died", "training died: of a test; all that it had measured is in the record")
+    assert followed.state() == RunState("died", "training died: of a test; all that it had measured is in the record")
 
 
 def test_new_steps_and_findings_come_once(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_sites_with_findings_come_first_then_those_far_from_their_past(tmp_path:
         Finding("a", 7, sites[2], 2.0, 1.0, "warning", "so so"),
         Finding("b", 7, sites[1], 2.0, 1.0, "critical", "bad"),
     ]
-    worst = followed.worst(5)
+    worst = followed.find_worst(5)
     assert [each.site for each in worst[:4]] == [sites[1], sites[2], sites[7], sites[5]]
     assert [each.severity for each in worst] == ["critical", "warning", None, None, None]
     assert worst[3].change == 50.0
@@ -183,7 +183,7 @@ def test_what_was_zero_in_the_first_step_alone_is_not_far_from_its_past(tmp_path
     for values, change in (([0.0], 1.0), ([0.0, 0.0], float("inf")), ([0.0, 0.25], 4.0)):
         followed._rms.clear()
         followed._rms.extend([*({site: value} for value in values), last])
-        assert {each.site: each.change for each in followed.worst(100)}[site] == change
+        assert {each.site: each.change for each in followed.find_worst(100)}[site] == change
 
 
 def test_the_screen_fits_the_terminal_and_shows_names_as_they_are(tmp_path: Path) -> None:
@@ -334,4 +334,4 @@ def test_a_sparkline_is_by_the_logarithm_and_marks_what_is_not_finite() -> None:
 
 
 def test_what_would_command_a_terminal_is_shown_as_an_escape() -> None:
-    assert plain("a\x1b[2J\u202eb\n\t\x07é☃") == "a\\x1b[2J\\u202eb\n\\t\\x07é☃"
+    assert escape_controls("a\x1b[2J\u202eb\n\t\x07é☃") == "a\\x1b[2J\\u202eb\n\\t\\x07é☃"

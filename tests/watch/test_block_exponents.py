@@ -15,7 +15,7 @@ import hookstats
 from hookstats import ExponentBins, Site, Snapshot
 from hookstats.numbers.fields import kernel_block
 from hookstats.report.record import Recorded
-from hookstats.report.writing import Contents
+from hookstats.report.writing import PageContents
 from hookstats.rules import fit, judge, low_precision_fit
 from tests.kernels.test_blocks import counted
 from tests.reference import Array
@@ -61,7 +61,8 @@ def trained(name: str, run: Any = None, **arguments: Any) -> tuple[Snapshot, dic
         output = hidden if run is None else run(net)(x)
         output.square().sum().backward()
         for key, value in net.named_parameters():
-            met[Site(key, "param")], met[Site(key, "param_grad")] = before[key], value.grad.clone()  # type: ignore[union-attr]
+            # type: ignore[union-attr]
+            met[Site(key, "param")], met[Site(key, "param_grad")] = before[key], value.grad.clone()
         optimizer.step()
         snapshot = mon.snapshot()
     return snapshot, met
@@ -146,14 +147,14 @@ def test_a_record_keeps_blocks_and_its_page_shows_what_formats_lose(tmp_path: Pa
         kept = run[snapshot.step]
         assert kept.to_dict() == snapshot.to_dict()
         assert fit(kept, "mxfp4") == fit(snapshot, "mxfp4") != []
-    record, _ = Contents(Recorded.of(steps)).all()
+    record, _ = PageContents(Recorded.of(steps)).render_all()
     said = record["precision"]["blocks"]
     assert (said["size"], said["dim"], list(said["formats"])) == (32, -1, ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp4"])
     sites = [Site(*site) for site in record["sites"]]
     expected = {each.site: (*each.lost, each.standard_error) for each in fit(steps[-1], "mxfp4")}
     for row, shares in zip(record["precision"]["rows"], said["formats"]["mxfp4"], strict=True):
         assert shares == pytest.approx(expected[sites[row[0]]], rel=1e-2)
-    without, _ = Contents(Recorded.of(_records(tmp_path / "other", ExponentBins())[0])).all()
+    without, _ = PageContents(Recorded.of(_records(tmp_path / "other", ExponentBins())[0])).render_all()
     assert without["precision"]["blocks"] is None
 
 

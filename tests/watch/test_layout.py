@@ -97,7 +97,7 @@ def one_by_one(d: Copied) -> tuple[dict[Site, tuple[Any, ...]], list[Site]]:
 def test_all_sites_at_once_are_what_each_is_by_itself(seed: int, bins: str) -> None:
     d = copied(seed, BINS[bins])
     shown, order = one_by_one(d)
-    frame = d.frame().visible()
+    frame = d.frame().drop_hidden()
     snapshot = Snapshot(frame)
     assert list(snapshot) == list(shown)
     assert snapshot.order == order
@@ -120,7 +120,7 @@ def test_all_sites_at_once_are_what_each_is_by_itself(seed: int, bins: str) -> N
 @pytest.mark.parametrize("seed", range(3))
 def test_groups_of_all_sites_at_once_are_what_each_has(seed: int) -> None:
     d = copied(seed, ExponentBins())
-    frame = d.frame().visible()
+    frame = d.frame().drop_hidden()
     sizes = {row.site: row.group_size for row in d.rows}
     begins = np.cumsum([0, *frame.sites.group_counts]).tolist()
     found = 0
@@ -186,7 +186,7 @@ def test_sites_that_are_none_are_refused() -> None:
 
 @pytest.mark.parametrize("bins", [None, ExponentBins(), ExponentBins(True)])
 def test_a_selection_and_its_copies_hold_the_same_numbers(bins: Bins | None) -> None:
-    frame = copied(2, bins).frame().visible()
+    frame = copied(2, bins).frame().drop_hidden()
     chosen = np.array([1, 4, 5, 20])
     some = frame.select(chosen)
     assert some.sites is frame.select(chosen).sites  # which recordings tell apart by being the same

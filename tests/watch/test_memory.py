@@ -19,7 +19,7 @@ from hookstats._native import COUNTERS
 from hookstats.numbers.fields import FIELDS
 from hookstats.watch import binding
 from hookstats.watch.flags import Flags
-from hookstats.watch.memory import Store
+from hookstats.watch.memory import StateStore
 from tests.conftest import check
 from tests.models import THREE_KINDS
 from tests.plain import OF_OUTPUTS
@@ -46,7 +46,7 @@ def test_totals_that_fit_in_no_way_are_refused_at_attach(per_channel: bool) -> N
 def test_scratch_is_part_of_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(_native, "reserve_scratch", lambda device: 4_000_000)
-    store = Store(None, 10_000_000, False)
+    store = StateStore(None, 10_000_000, False)
     assert not store.claim(gpu, 6_000_001)
     assert store.claim(gpu, 6_000_000)
     assert store.claim(torch.device("cpu"), 10_000_000)

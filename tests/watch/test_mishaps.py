@@ -14,7 +14,7 @@ import hookstats
 from hookstats import Site, _native
 from hookstats._warn import WarnOnce
 from hookstats.watch import binding, parameters
-from hookstats.watch.batches import part_held
+from hookstats.watch.batches import find_part
 from hookstats.watch.skipping import Skipping
 from tests.plain import OF_OUTPUTS, hearing
 
@@ -25,7 +25,7 @@ def test_sites_to_give_up_may_come_as_a_generator() -> None:
     skipping = Skipping(strict=False)
     with hearing():
         skipping.give_up((site for site in (A, B)), "broken")
-    assert {site: each.times for site, each in skipping.so_far().items()} == {A: None, B: None}
+    assert {site: each.times for site, each in skipping.list_all().items()} == {A: None, B: None}
 
 
 def test_sites_are_given_up_under_the_lock_by_which_they_are_read() -> None:
@@ -65,7 +65,7 @@ def test_a_device_that_has_failed_is_told_of_once_and_all_its_sites_are_counted(
     assert "not measured: " in heard[0]
     assert "the device had failed before" in heard[0]
     assert "\n" not in heard[0]
-    assert [site.name for site in skipping.so_far()] == ["a", "b", "c", "d"]
+    assert [site.name for site in skipping.list_all()] == ["a", "b", "c", "d"]
 
 
 class Stranger:
@@ -130,9 +130,9 @@ def test_one_parameter_that_cannot_be_read_is_left_out_and_the_others_are_measur
     def part(binder: Any, each: Any, kind: str, tensor: Any) -> Any:
         if each.get() is broken:
             raise RuntimeError("no such memory")
-        return part_held(binder, each, kind, tensor)
+        return find_part(binder, each, kind, tensor)
 
-    monkeypatch.setattr(parameters, "part_held", part)
+    monkeypatch.setattr(parameters, "find_part", part)
     sites = {Site(f"{i}.{name}", kind) for i in (0, 1) for name in ("weight", "bias") for kind in kinds}
     lost = {Site("0.weight", kind) for kind in kinds}
     with hearing() as told:

@@ -164,11 +164,11 @@ def test_steps_are_timed_on_a_gpu_and_nothing_waits() -> None:
 
 def test_no_time_is_told_between_two_streams() -> None:
     before, after = overhead._Mark(None), overhead._Mark(None)
-    assert after.us_since(before) is not None
+    assert after.measure_since(before) is not None
     before.event, after.event = PastEvent(), PastEvent()  # type: ignore[assignment]
-    assert after.us_since(before) == 2000
+    assert after.measure_since(before) == 2000
     after.stream = "another"  # type: ignore[assignment]
-    assert after.us_since(before) is None
+    assert after.measure_since(before) is None
 
 
 class PastEvent:

@@ -27,7 +27,7 @@ def test_of_pinned_memory_what_is_small_is_copied_and_what_is_large_goes_to_the_
     pending, memory = PendingScalars(Kept()), torch.arange(size)
     key = (torch.device("cpu"), 0)
     pending.send(key, memory, None)
-    pending.sent(None)  # type: ignore[arg-type]
+    pending.record_event(None)  # type: ignore[arg-type]
     array = pending.arrays()[key]
     assert array.tolist() == memory.tolist()
     assert np.shares_memory(array, memory.numpy()) == (size == 1 << 20)

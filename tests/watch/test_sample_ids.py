@@ -17,7 +17,7 @@ from hookstats.numbers.given import Given
 from hookstats.records import wire
 from hookstats.records.ring import RingError
 from hookstats.rules import Finding
-from hookstats.rules.samples import named
+from hookstats.rules.samples import add_samples
 from hookstats.rules.step import SiteIds, Step
 from tests.rules.test_judging import Recorder, model
 from tests.watch.test_scalars import train
@@ -108,15 +108,15 @@ def test_a_recorded_run_has_those_of_every_step(tmp_path: Path) -> None:
 def test_many_go_through_the_ring_as_they_are(steps: list[int]) -> None:
     many = {step: np.arange(10**5) * 2**40 + step for step in steps} | {9: np.array([], np.int64)}
     given = Given({step: {"loss": 0.5} for step in steps}, many)
-    pieces = wire.of_given(given, 3.0)
+    pieces = wire.encode_given(given, 3.0)
     assert sum(piece.nbytes for piece in pieces) < 8.1 * 10**5 * len(steps)
     payload = np.concatenate([np.ascontiguousarray(piece).view(np.uint8) for piece in pieces])
-    found, time = wire.given_from(payload)
+    found, time = wire.decode_given(payload)
     assert (found.scalars, time) == (given.scalars, 3.0)
     assert lists(found.sample_ids) == lists(many)
     for wrong in (payload[:-8], np.concatenate([payload, payload[:8]])):
         with pytest.raises(RingError, match="expected what was given with steps, got"):
-            wire.given_from(wrong)
+            wire.decode_given(wrong)
 
 
 def test_a_resumed_run_has_those_of_the_later_attempt(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def judged(batches: list[torch.Tensor], ids: list[int], rule: str = "loss-spike"
     snapshot = net.monitor.step(sample_ids=ids)
     assert snapshot is not None
     step = Step(snapshot, SiteIds())
-    return named(step.finding(rule, None, 2.0, 1.0, "warning", "Something."), step)
+    return add_samples(step.finding(rule, None, 2.0, 1.0, "warning", "Something."), step)
 
 
 def batch(samples: int, *large: int, value: float = 50.0) -> torch.Tensor:
@@ -257,7 +257,7 @@ def test_what_no_single_batch_sets_off_names_no_samples() -> None:
     assert snapshot is not None
     step = Step(snapshot, SiteIds())
     long = step.finding("loss-spike", None, 2.0, 1.0, "critical", "It diverges.", since=0)
-    assert named(long, step) == long
+    assert add_samples(long, step) == long
 
 
 def test_a_recorded_finding_names_the_samples_of_its_own_step(tmp_path: Path) -> None:

@@ -235,10 +235,10 @@ def test_recorders_get_what_is_left_at_detach_and_nothing_where_nothing_is() -> 
 
 def test_the_page_and_the_screen_show_what_lies_between_measured_steps(tmp_path: Path) -> None:
     found = recorded(tmp_path / "run", range(43), every=10)
-    lows, means, highs = planes.scalars(loading.recorded(tmp_path / "run"))["loss"]
-    assert lows == [planes.short(loss_of(n)) for n in (0, 1, 11, 21, 31)]
-    assert highs == [planes.short(loss_of(n)) for n in (0, 10, 20, 30, 42)]  # what came last, too
-    assert means[1] == planes.short(sum(map(loss_of, range(1, 11))) / 10)
+    lows, means, highs = planes.scalars(loading.load_recorded(tmp_path / "run"))["loss"]
+    assert lows == [planes.round_number(loss_of(n)) for n in (0, 1, 11, 21, 31)]
+    assert highs == [planes.round_number(loss_of(n)) for n in (0, 10, 20, 30, 42)]  # what came last, too
+    assert means[1] == planes.round_number(sum(map(loss_of, range(1, 11))) / 10)
     given = planes.scalars(Recorded.of(found))["loss"]
     assert [each[:4] for each in given] == [each[:4] for each in (lows, means, highs)]
     followed = Followed(tmp_path / "run")
