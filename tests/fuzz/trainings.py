@@ -39,6 +39,7 @@ class Script:
         self.every = 1 if self.rows > 1 else 1 + chance.upto(2)
         self.dtype = chance.of((torch.float32, torch.float32, torch.float32, torch.float64))
         self.autocast, self.scaled = chance.comes(0.15), chance.comes(0.15)
+        self.scaled = self.scaled and self.together == 1  # else a scaler is not known in the first step
         self.clip, self.early = chance.comes(0.3), chance.comes(0.2)
         self.ignored = chance.of((0.0, 0.0, 0.0, 0.3, 0.7))
         self.aside = chance.of((None, None, "eval", "paused", "no_grad"))  # a forward beside the training's

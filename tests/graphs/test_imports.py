@@ -15,7 +15,7 @@ _SCRIPT = """
 import sys
 import torch
 import hookstats
-from hookstats.modules.order import when_the_compiler_is_imported
+from hookstats.modules.order import on_compiler_import
 
 class Block(torch.nn.Module):
     def __init__(self):
@@ -35,7 +35,7 @@ step(model, model)
 eager = monitor.step()
 assert eager["linear", "output"].total.mean != 0
 assert "torch._dynamo" not in sys.modules, "the compiler was imported"
-when_the_compiler_is_imported(lambda: [][0])  # what fails breaks no import
+on_compiler_import(lambda: [][0])  # what fails breaks no import
 
 # A graph of the bare model would be used for the watched one, if hooks were not guarded.
 step(bare, torch.compile(bare, backend="eager"))

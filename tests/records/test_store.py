@@ -374,7 +374,7 @@ assert "torch" not in sys.modules and "pandas" not in sys.modules
 folder = Path(sys.argv[1]) / "rank=0"
 if not (folder / "a0000.json").exists() or read_attempt(folder, 0).ended is None:
     store.begin(0, {})
-    for step in range(store.consumed(0), 60):
+    for step in range(store.read_consumed(0), 60):
         store.add(recorded.measured(step))
         if step % 3 == 2:
             store.commit(step + 1)

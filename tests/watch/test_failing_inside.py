@@ -24,7 +24,7 @@ def test_an_attach_that_fails_leaves_no_hook() -> None:
     assert not model[0]._forward_hooks
 
 
-@pytest.mark.parametrize("where", ["Parameters", "Routers", "_joined", "Delivery", "Monitor", "_settings", "_report"])
+@pytest.mark.parametrize("where", ["Parameters", "Routers", "_join_ranks", "Delivery", "Monitor", "_settings", "_report"])
 def test_whatever_fails_while_it_is_attached_leaves_no_hook_and_no_recording(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -52,7 +52,7 @@ def test_a_step_that_cannot_be_delivered_is_told_once_and_ends_no_training(monke
     model = nn.Linear(3, 3)
     for strict in (False, True):
         monitor = hookstats.attach(model, every=1, options=hookstats.Options(strict=strict))
-        monkeypatch.setattr("hookstats.watch.skipping.Skipping.judge", broken)
+        monkeypatch.setattr("hookstats.watch.skipping.Skipping.list_step", broken)
         with hearing() as told, pytest.raises(ValueError, match="no such number") if strict else nullcontext():
             for _ in range(2):
                 model(torch.ones(2, 3))
@@ -65,7 +65,7 @@ def test_a_step_that_cannot_be_delivered_is_told_once_and_ends_no_training(monke
         monitor.detach()
 
 
-@pytest.mark.parametrize("where", ["skipping.Skipping.judge", "drain.Pending.finish"])
+@pytest.mark.parametrize("where", ["skipping.Skipping.list_step", "drain.Pending.finish"])
 def test_a_step_that_nobody_closed_and_cannot_be_delivered_is_told_at_detach(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
