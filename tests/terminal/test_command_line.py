@@ -131,6 +131,7 @@ def test_a_training_that_never_called_step_is_told_so_at_its_end_and_by_every_co
             assert words in printed.err
         with pytest.raises(RunError, match="never called"):
             hookstats.report.write(path, tmp_path / "page.html")
+        os.utime(Path(path) / "rank=0", (0, 0))  # long ago: no writer is expected to come
         assert main(["watch", path]) == 1 - is_recovered
         assert words in capsys.readouterr().out
         if not is_recovered:

@@ -24,7 +24,9 @@ def test_an_attach_that_fails_leaves_no_hook() -> None:
     assert not model[0]._forward_hooks
 
 
-@pytest.mark.parametrize("where", ["Parameters", "Routers", "_join_ranks", "Delivery", "Monitor", "_settings", "_report"])
+@pytest.mark.parametrize(
+    "where", ["Parameters", "Routers", "_join_ranks", "Delivery", "Monitor", "_settings", "_report"]
+)
 def test_whatever_fails_while_it_is_attached_leaves_no_hook_and_no_recording(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
