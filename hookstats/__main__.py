@@ -54,7 +54,7 @@ def _read(options: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hookstats",
-        description="What happened inside a model while it trained: looks at recorded runs.",
+        description="Shows recorded runs: what happened inside a model while it trained, and what was wrong.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

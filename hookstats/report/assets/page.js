@@ -23,7 +23,7 @@ function showTools() {
   const kinds = [...Object.keys(KINDS).filter((kind) => there.includes(kind)), ...there.filter((kind) => !(kind in KINDS))];
   const scalars = Object.keys(record.scalars);
   const scale = choice("Scale", [["log", "Log"], ["linear", "Linear"]], state.log ? "log" : "linear", (name) => { state.log = name === "log"; recolour(); drawHeat(); });
-  const views = choice("View", [["relative", "To its past"], ["absolute", "Absolute"]], state.of, (view) => { state.isChosen = true; state.of = state.view = view; update(); showPlane(); });
+  const views = choice("View", [["relative", "Against its past"], ["absolute", "Absolute"]], state.of, (view) => { state.isChosen = true; state.of = state.view = view; update(); showPlane(); });
   const update = () => {
     views.hidden = state.view === "difference";
     scale.hidden = state.view !== "absolute" || record.statistics[state.statistic].kind !== "scale";
