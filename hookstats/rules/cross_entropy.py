@@ -40,14 +40,15 @@ def cross_entropy_gradient(
     ``Options(laws={"cross_entropy": False})`` declares it. What to do: divide the sum of the losses by the number of
     all tokens of the step, once.
 
-    False-positive guards: it is arithmetic. Of several backwards in a step a norm of 2 each is allowed. Weights are
-    judged of a plain cross entropy, which shows at all entries of the sampled rows, of every forward of the step;
+    False-positive guards: it is arithmetic. Each of the last eight measured steps has updated parameters, where updates
+    are measured: else a step may be a microbatch, whose loss is divided. Of several backwards in a step a norm of 2
+    each is allowed. Weights are judged of a plain cross entropy, which shows at all entries of the sampled rows, of every forward of the step;
     others are not: label smoothing, weights of classes, soft targets, a z-loss, a soft cap behind the logits. The loss
     that was given must be the mean over tokens, or its part of one microbatch: within four deviations of the mean loss
     of the sampled tokens; and it must not be what was differentiated, to these. What may be the scale of a GradScaler
     that `attach` was not told of, a power of two from 256 on, is not told.
     """
-    if scalar not in step.scalars or not step.is_of_all_ranks:
+    if scalar not in step.scalars or not step.is_of_all_ranks or not _always_updates(step, memory):
         return None
     if not step.fired("token_weights").any():
         return _by_norm(step, factor, consecutive_steps, step.scalars[scalar])
@@ -84,6 +85,16 @@ def cross_entropy_gradient(
     of_sum = Ill(is_off, say, weights.least, 1.0, severity, steps=consecutive_steps, key="sum", site=site)
     is_unequal = not is_off and unequal > 1 + 2 * ROUNDING
     return [of_sum, Ill(is_unequal, say_unequal, unequal, 1.0, how, steps=consecutive_steps, key="each", site=site)]
+
+
+def _always_updates(step: Step, memory: Memory) -> bool:
+    """Tell whether parameters changed in each of the last measured steps: else a step may be one of microbatches."""
+    updates = step.updates
+    if not updates.any():
+        return True
+    latest = memory.last("updates", 8)
+    latest.append(bool((step.totals.abs_max[updates] > 0).any()))
+    return all(latest)
 
 
 def _by_norm(step: Step, factor: float, consecutive_steps: int, loss: float) -> list[Ill] | None:
