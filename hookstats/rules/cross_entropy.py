@@ -43,10 +43,10 @@ def cross_entropy_gradient(
     False-positive guards: it is arithmetic. Each of the last eight measured steps has updated parameters, where updates
     are measured: else a step may be a microbatch, whose loss is divided. Of several backwards in a step a norm of 2
     each is allowed. Weights are judged of a plain cross entropy, which shows at all entries of the sampled rows, of
-    every forward of the step; others are not: label smoothing, weights of classes, soft targets, a z-loss, a soft cap behind the logits. The loss
-    that was given must be the mean over tokens, or its part of one microbatch: within four deviations of the mean loss
-    of the sampled tokens; and it must not be what was differentiated, to these. What may be the scale of a GradScaler
-    that is not known, a power of two from 256 on, is not told.
+    every forward of the step; others are not: label smoothing, weights of classes, soft targets, a z-loss, a soft cap
+    behind the logits. The loss that was given must be the mean over tokens, or its part of one microbatch: within four
+    deviations of the mean loss of the sampled tokens; and it must not be what was differentiated, to these. What may be
+    the scale of a GradScaler that is not known, a power of two from 256 on, is not told.
     """
     if scalar not in step.scalars or not step.is_of_all_ranks or not _always_updates(step, memory):
         return None
