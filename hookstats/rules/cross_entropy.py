@@ -40,11 +40,11 @@ def cross_entropy_gradient(
     ``Options(laws={"cross_entropy": False})`` declares it. What to do: divide the sum of the losses by the number of
     all tokens of the step, once.
 
-    False-positive guards: it is arithmetic. Each of the last eight measured steps has updated parameters, where updates
-    are measured: else a step may be a microbatch, whose loss is divided. Of several backwards in a step a norm of 2
-    each is allowed. Weights are judged of a plain cross entropy, which shows at all entries of the sampled rows, of
-    every forward of the step; others are not: label smoothing, weights of classes, soft targets, a z-loss, a soft cap
-    behind the logits. The loss that was given must be the mean over tokens, or its part of one microbatch: within four
+    False-positive guards: it is arithmetic. An optimizer has stepped in every measured step so far, where updates are
+    measured: else a step may be a microbatch, whose loss is divided. Of several backwards in a step a norm of 2 each is
+    allowed. Weights are judged of a plain cross entropy, which shows at all entries of the sampled rows, of every
+    forward of the step; others are not: label smoothing, weights of classes, soft targets, a z-loss, a soft cap behind
+    the logits. The loss that was given must be the mean over tokens, or its part of one microbatch: within four
     deviations of the mean loss of the sampled tokens; and it must not be what was differentiated, to these. What may be
     the scale of a GradScaler that is not known, a power of two from 256 on, is not told.
     """
@@ -88,13 +88,10 @@ def cross_entropy_gradient(
 
 
 def _always_updates(step: Step, memory: Memory) -> bool:
-    """Tell whether parameters changed in each of the last measured steps: else a step may be one of microbatches."""
-    updates = step.updates
-    if not updates.any():
-        return True
-    latest = memory.last("updates", 8)
-    latest.append(bool((step.totals.abs_max[updates] > 0).any()))
-    return all(latest)
+    """Tell whether an optimizer stepped in every measured step so far: else a step may be one of microbatches."""
+    if step.fired("param_sample").any() and not step.has_any(("update_sample", "param_update")):
+        memory["has microbatches"] = True
+    return "has microbatches" not in memory
 
 
 def _by_norm(step: Step, factor: float, consecutive_steps: int, loss: float) -> list[Ill] | None:

@@ -222,3 +222,19 @@ def test_why_a_loss_is_not_held_against_its_gradient(why: str) -> None:
     assert why in found.problem
     assert found.scalars(cross_entropy(head(torch.randn(4, 8)), torch.arange(4))) == {"cross_entropy.": 4}
     assert found.problem == ""
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_step_that_is_one_of_several_microbatches_is_not_judged(every: int) -> None:
+    torch.manual_seed(0)
+    net, taken = torch.nn.Linear(8, 5), list[Snapshot]()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with hookstats.attach(net, every=every, sinks=taken.append) as monitor:
+        for step in range(60):
+            loss = cross_entropy(net(torch.randn(1, 8)), torch.randint(5, (1,)))
+            (loss / 4).backward()
+            if step % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+            monitor.step(loss=loss)
+    assert judged(taken) == []
