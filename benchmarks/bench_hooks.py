@@ -13,7 +13,7 @@ from torch import nn
 
 import hookstats
 from benchmarks.interleaved import figures, interleaved, seconds
-from hookstats.watch.hooks import OutputHook
+from hookstats.watch.hooks import SiteHook
 
 MODULES = 400
 
@@ -45,7 +45,7 @@ def returning_at_once(chain: Chain) -> hookstats.Monitor:
     skip = torch.zeros(1, dtype=torch.int32)
     for module in chain:
         for hook in module._forward_hooks.values():
-            assert isinstance(hook, OutputHook)
+            assert isinstance(hook, SiteHook)
             assert hook.output is not None
             assert hook.gradient is not None
             hook.bind(hook.output._replace(active=skip), hook.gradient._replace(active=skip))

@@ -54,7 +54,7 @@ const char* reason(const std::exception& error) {
   return torch_error ? torch_error->what_without_backtrace() : error.what();
 }
 
-// The part of a hookstats.hooks.OutputHook that is ours.
+// The part of a hookstats.hooks.SiteHook that is ours.
 struct HookObject {
   PyObject_HEAD vectorcallfunc call;  // of the types that `call_in_c` was given
   int64_t number;

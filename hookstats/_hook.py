@@ -76,7 +76,7 @@ _slot_at: dict[int, int] = {}  # on GPUs, by address
 
 
 class Hook:
-    """The extension's part of `hookstats.watch.hooks.OutputHook`: the sites that it measures into."""
+    """The extension's part of `hookstats.watch.hooks.SiteHook`: the sites that it measures into."""
 
     __slots__ = ("number", "observed", "parts_in_graphs", "slots")
     number: int

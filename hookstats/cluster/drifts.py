@@ -40,7 +40,7 @@ def vote(have: Mapping[int, Hashable]) -> Vote | None:
 
 
 class Replicas:
-    """What this rank has held in the latest steps, and of which sites all ranks are to hold the same.
+    """The hashes of what this rank has held in the latest steps, and the sites that all ranks are to hold alike.
 
     Where neither a DTensor nor DistributedDataParallel says it, plain parameters are taken for replicas that were equal
     in the first three measured steps in which they changed. All ranks come to the same conclusions.

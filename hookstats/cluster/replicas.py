@@ -43,19 +43,19 @@ class Disagreement:
     differs: str
     """``values``: some bits, -0.0 is not 0.0. ``form``: dtype or shape. ``missing``: not all of the ranks have it."""
     ranks: tuple[int, ...]
-    """Those that differ from the reference, ascending, as `torch.distributed.get_rank` numbers them."""
+    """The ranks that differ from the reference, ascending, as `torch.distributed.get_rank` numbers them."""
     reference_rank: int
     """The lowest of the ranks that agree with each other, where these are more than half; else the lowest rank."""
     agree: int
-    """How many ranks have what the reference has, the reference included."""
+    """The number of ranks that have what the reference has, the reference included."""
     majority: bool
-    """Whether they are more than half of those compared; else nobody knows which are wrong."""
+    """True: they are more than half of those compared; else nobody knows which are wrong."""
     index: tuple[int, ...] | None = None
     """With ``locate=True``: the first element, in the order of indices, in which the reference and the first of `ranks`
     differ; in the local part of a DTensor. None: it was not looked for."""
     values: tuple[Any, Any] | None = None
-    """What the reference and the first of `ranks` have. Of ``values``, with ``locate=True``: that element, as Python
-    numbers. Else dtype and shape, for example ``"float32 [3, 4]"``, None where it is missing."""
+    """The values of the reference and the first of `ranks`. Of ``values``, with ``locate=True``: that element, as
+    Python numbers. Else dtype and shape, for example ``"float32 [3, 4]"``, None where it is missing."""
     bits: tuple[str, str] | None = None
     """The bits of that element, in hexadecimal: NaNs have several, and 0.0 is not -0.0."""
 

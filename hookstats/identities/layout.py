@@ -39,7 +39,7 @@ class Owner(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """What identities are judged by, each in the order of the layout.
+    """The numbers that identities are judged by, each in the order of the layout.
 
     Attributes:
         values: the sums of each owner.
@@ -68,7 +68,7 @@ class _Adder:
 
 
 class IdentityLayout:
-    """Which places of which parameters are read, and to which sums of identities they belong.
+    """The places of parameters that are read, and the sums of identities to which they belong.
 
     Attributes:
         identities: these.

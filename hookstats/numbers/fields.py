@@ -161,7 +161,7 @@ def _divide_by_count(value: Array, s: State) -> Array:
 
 
 def _var(s: State) -> Array:
-    """Of equal values it is 0, whatever their mean was rounded to."""
+    """The variance; 0 of equal values, whatever their mean was rounded to."""
     m2 = np.where(s.min == s.max, 0.0, s.m2)
     return np.divide(m2, s.count - 1, out=np.full_like(s.count, np.nan), where=s.count > 1)
 

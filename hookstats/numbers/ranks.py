@@ -69,15 +69,15 @@ class Drift(NamedTuple):
 
     site: Site
     ranks: tuple[int, ...]
-    """Those that differ from the reference, ascending, as `torch.distributed.get_rank` numbers them."""
+    """The ranks that differ from the reference, ascending, as `torch.distributed.get_rank` numbers them."""
     reference_rank: int
     """The lowest of the ranks that agree with each other, where these are more than half; else the lowest rank."""
     agree: int
-    """How many ranks have what the reference has, the reference included."""
+    """The number of ranks that have what the reference has, the reference included."""
     majority: bool
-    """Whether they are more than half of those compared; else nobody knows which are wrong."""
+    """True: they are more than half of those compared; else nobody knows which are wrong."""
     is_certain: bool
-    """Whether a DTensor or DistributedDataParallel says that they hold the same; else they did in earlier steps."""
+    """True: a mesh, placements or DistributedDataParallel says so; else they held the same in earlier steps."""
 
 
 def drifts_to_json(drifts: Iterable[Drift]) -> list[Any]:

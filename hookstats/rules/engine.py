@@ -30,7 +30,7 @@ REGISTERED: list[Rule] = []  # all that `rule` has made, each as it is without a
 
 
 class _Words(dict[str, Any]):
-    """What a sentence is filled with: numbers and texts of the place that it speaks of."""
+    """Fillings of a sentence: numbers and texts of the place that it speaks of."""
 
     def __init__(self, step: Step, ill: Ill, told: Any, place: int, since: int) -> None:
         super().__init__(ill.words, value=ill.value, threshold=ill.threshold, since=str(since))

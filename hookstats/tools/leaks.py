@@ -25,23 +25,23 @@ class Leak:
     type: str
     """Its class."""
     seen_at: str
-    """Where it was seen first: in the output of the module itself, or in what it gave to this one."""
+    """The place where it was seen first: in the output of the module itself, or in what it gave to this one."""
     modes: tuple[str, ...]
     """In which it was seen: ``"eval"``, ``"train"``."""
     first: tuple[int, ...]
     """The first place that changed: (sample,), or (sample, token)."""
     changed: int
-    """How many such places changed,"""
+    """The number of such places that changed,"""
     judged: int
     """of how many that must not."""
     difference: float
     """The largest difference of an element, over the largest magnitude of the output."""
     bound: float
-    """What rounding explains of that."""
+    """The part of that which rounding explains."""
     cause: str
-    """What is known to do this."""
+    """The known cause of this."""
     by_design: bool = False
-    """Of BatchNorm in training mode, which is made to do this."""
+    """True: of BatchNorm in training mode, which is made to do this."""
 
     @property
     def sentence(self) -> str:
@@ -64,17 +64,17 @@ class Probe:
     """Result of `probe`; printed, a text."""
 
     leaks: tuple[Leak, ...]
-    """What reaches where it must not, in the order of questions and modules."""
+    """All that reaches where it must not, in the order of questions and modules."""
     by_design: tuple[Leak, ...]
-    """What BatchNorm does in training mode, as it is meant to."""
+    """The leaks of BatchNorm in training mode, as it is meant to work."""
     asked: dict[str, tuple[str, ...]]
     """Each question, and in which modes it was asked."""
     not_asked: dict[str, str]
     """The other questions, and why not."""
     modules: int
-    """How many modules were compared."""
+    """The number of modules that were compared."""
     notes: tuple[str, ...]
-    """What else is to be known: modules that could not be judged, differences that rounding explains."""
+    """Notes: modules that could not be judged, differences that rounding explains."""
 
     def __str__(self) -> str:
         lines = [f"{len(self.leaks)} leak{'s' * (len(self.leaks) != 1)} in {self.modules} modules"]

@@ -17,14 +17,14 @@ from hookstats.modules.containers import REST, walk
 from hookstats.watch.fitting import Fitting
 from hookstats.watch.flags import TrainingOnly, is_capturing
 from hookstats.watch.graphs import observe_tensor, read_sharding_note, teach_the_compiler
-from hookstats.watch.hooks import InputHook, OutputHook, SiteSpec
+from hookstats.watch.hooks import InputHook, SiteHook, SiteSpec
 from hookstats.watch.ignoring import Ignoring
 from hookstats.watch.memory import Entry, Rows, StateStore, accumulate
 from hookstats.watch.skipping import InsideCapture, Problem, Skipping, say_reason
 from hookstats.watch.wrappers import channel_dim_of_site, is_a_mere_shape, is_wrapper, note_sharding_of
 
-_Hook = TypeVar("_Hook", bound=OutputHook)
-HOOKS: WeakValueDictionary[int, OutputHook] = WeakValueDictionary()  # by Entry.index, of all monitors; models own them
+_Hook = TypeVar("_Hook", bound=SiteHook)
+HOOKS: WeakValueDictionary[int, SiteHook] = WeakValueDictionary()  # by Entry.index, of all monitors; models own them
 MOST_PARTS = 128  # of one module's container; 64 layers' keys and values are as many
 
 
@@ -47,9 +47,9 @@ class SiteBinder:
         """Return how many hooks there are."""
         return len({id(hook) for hook in list(HOOKS.values()) if hook.binder is self})
 
-    def idle_hook(self) -> OutputHook:
+    def idle_hook(self) -> SiteHook:
         """Return a hook that does what hooks do in a step that is not measured."""
-        return OutputHook(self, SiteSpec("", "", ChannelAxis(None, None), False, (None, None)))
+        return SiteHook(self, SiteSpec("", "", ChannelAxis(None, None), False, (None, None)))
 
     def span_of_a_hook(self) -> contextlib.AbstractContextManager[None]:
         """Time what a hook does in Python."""
@@ -75,7 +75,7 @@ class SiteBinder:
             self.ignoring.refresh()  # the device may be a new one
         return hook
 
-    def _observe_container(self, hook: OutputHook, output: Any) -> None:
+    def _observe_container(self, hook: SiteHook, output: Any) -> None:
         """Measures the tensors in a container, each at its own site; and a wrapped tensor, at the module's."""
         try:
             for path, tensor in walk(output):
@@ -89,14 +89,14 @@ class SiteBinder:
         except Exception as error:
             self.leave_out(hook.spec.entries.values(), error)
 
-    def _part_once(self, hook: OutputHook, path: str, device: torch.device) -> OutputHook:
+    def _part_once(self, hook: SiteHook, path: str, device: torch.device) -> SiteHook:
         """Made by the first of the threads that meet it. All that come when there are many share one."""
         with self.store.lock:
             if path not in hook.parts and len(hook.parts) >= MOST_PARTS:
                 path = REST
             return hook.parts.get(path) or self._part(hook, path, device)
 
-    def _part(self, hook: OutputHook, path: str, device: torch.device) -> OutputHook:
+    def _part(self, hook: SiteHook, path: str, device: torch.device) -> SiteHook:
         whole = hook.spec
         for entry in whole.entries.values():
             entry.is_container = True
@@ -107,7 +107,7 @@ class SiteBinder:
         if path == REST:
             some, *_ = spec.sites.values()
             warn(f"{whole.name!r} has had {MOST_PARTS} tensors of other names: all later ones share the site {some}")
-        part = hook.parts[path] = self.late_hook(spec, device, OutputHook)
+        part = hook.parts[path] = self.late_hook(spec, device, SiteHook)
         _native.set_part(hook, path, part)
         return part
 
@@ -118,7 +118,7 @@ class SiteBinder:
         self.skipping.give_up(spec.sites.values(), self.store.explain_no_room(1, len(spec.sites)))
         return make(self, spec)
 
-    def _measure(self, hook: OutputHook, tensor: torch.Tensor) -> None:
+    def _measure(self, hook: SiteHook, tensor: torch.Tensor) -> None:
         if (hook.output is None and hook.gradient is None) or is_a_mere_shape(tensor):
             return
         if is_wrapper(tensor):
@@ -128,7 +128,7 @@ class SiteBinder:
             self._rebind(hook, tensor, problem)
 
     def measure_by_slot(
-        self, hook: OutputHook, tensor: torch.Tensor, is_output: bool, path: str, note: str, rows: Rows | None
+        self, hook: SiteHook, tensor: torch.Tensor, is_output: bool, path: str, note: str, rows: Rows | None
     ) -> str | None:
         """Measures what an operator of a graph was given and does not fit the site of its slot, once that is fitted.
 
@@ -171,7 +171,7 @@ class SiteBinder:
                 self._add_failure(entry.index, error)
         return None
 
-    def rebind(self, hook: OutputHook, value: Any, problem: Any) -> None:
+    def rebind(self, hook: SiteHook, value: Any, problem: Any) -> None:
         """The extension did not measure what it was given: a container, or a tensor whose state does not fit it."""
         with self.span_of_a_hook():
             if problem is NotImplemented:
@@ -179,7 +179,7 @@ class SiteBinder:
             else:
                 self._rebind(hook, value, problem)
 
-    def _rebind(self, hook: OutputHook, tensor: torch.Tensor, problem: Problem | None) -> None:
+    def _rebind(self, hook: SiteHook, tensor: torch.Tensor, problem: Problem | None) -> None:
         """Puts a state in place that fits the tensor, or leaves the tensor out."""
         if tensor.is_nested:  # has no shape to ask for
             return self.leave_out(hook.spec.entries.values(), f"{problem}, got a nested one")
@@ -229,4 +229,4 @@ class SiteBinder:
             self._failed[index] = first, before + times
 
 
-_ENTRANCES = (SiteBinder.rebind, OutputHook.__call__, InputHook.__call__)  # by which hooks enter Python
+_ENTRANCES = (SiteBinder.rebind, SiteHook.__call__, InputHook.__call__)  # by which hooks enter Python

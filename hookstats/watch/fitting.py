@@ -8,7 +8,7 @@ from hookstats import _native
 from hookstats._warn import WarnOnce
 from hookstats.modules.evidence import Ran, channel_dim_by_evidence, widths_of
 from hookstats.watch.flags import is_capturing
-from hookstats.watch.hooks import OutputHook, SiteSpec
+from hookstats.watch.hooks import SiteHook, SiteSpec
 from hookstats.watch.ignoring import Ignoring
 from hookstats.watch.memory import StateStore
 from hookstats.watch.skipping import InsideCapture
@@ -23,7 +23,7 @@ class Fitting:
         self._warn_once = warn_once
         self._ran = Ran()
 
-    def fit(self, hook: OutputHook, tensor: torch.Tensor) -> None:
+    def fit(self, hook: SiteHook, tensor: torch.Tensor) -> None:
         """Moves the hook's states to the device and width of a tensor, one thread after the other."""
         if tensor.dtype not in _native.DTYPES:
             raise TypeError(f"expected a tensor of one of {', '.join(map(str, _native.DTYPES))}, got {tensor.dtype}")
@@ -32,7 +32,7 @@ class Fitting:
         with self._store.lock:
             self._fit(hook, tensor)
 
-    def _fit(self, hook: OutputHook, tensor: torch.Tensor) -> None:
+    def _fit(self, hook: SiteHook, tensor: torch.Tensor) -> None:
         spec, device = hook.spec, tensor.device
         channels = spec.place.channels
         dim = self._channel_dim(spec, tensor, channels)
@@ -55,7 +55,7 @@ class Fitting:
         self._ran.note(tuple(tensor.shape), dim)
 
     def _settle(
-        self, hook: OutputHook, ndim: int, dim: int, width: int | None, device: torch.device, is_first: bool
+        self, hook: SiteHook, ndim: int, dim: int, width: int | None, device: torch.device, is_first: bool
     ) -> None:
         """Gives the hook states of this width; None: totals alone."""
         spec = hook.spec

@@ -43,7 +43,7 @@ def is_exporting() -> bool:
 def observe_in_graph(output: object, hook: Any) -> None:
     """Observe in operators as `_native.observe` does; also what is in a container.
 
-    hook: a `hookstats.watch.hooks.OutputHook`.
+    hook: a `hookstats.watch.hooks.SiteHook`.
     """
     if hook.slot is None or not is_measured(hook):
         return

@@ -84,7 +84,7 @@ class SiteSpec:
         return {kind: Site(self.name, kind + self.path) for kind in self.kinds if kind}
 
 
-class OutputHook(ModuleHook, _native.Hook):
+class SiteHook(ModuleHook, _native.Hook):
     """Measures a module's output and, when it comes, the gradient of that output; as a forward hook.
 
     Under torch.compile the tracer follows the same hook, to `observe_in_graph`. What it reads is guarded, before each
@@ -116,7 +116,7 @@ class OutputHook(ModuleHook, _native.Hook):
         self.slot: torch.Tensor | None = None  # None: it has no site
         self.gradient_slot: torch.Tensor | None = None  # None: none of a gradient
         self.bind(None, None)
-        self.parts: dict[str, OutputHook] = {}  # of a container, by path
+        self.parts: dict[str, SiteHook] = {}  # of a container, by path
 
     def __call__(self, module: Any, args: Any, output: Any) -> None:
         """Serve the compiler and subclasses. Else the extension does the same, without entering Python."""
@@ -156,10 +156,10 @@ class OutputHook(ModuleHook, _native.Hook):
         return True
 
 
-_native.call_in_c(OutputHook)
+_native.call_in_c(SiteHook)
 
 
-class FedHook(OutputHook):
+class FedHook(SiteHook):
     """Takes numbers that were computed from what runs, such as those of attention logits. It hangs on no module."""
 
     __slots__ = ()
@@ -182,7 +182,7 @@ class FedGradientHook(FedHook):
             observe(numbers, self.gradient_slot, "", rows)
 
 
-class InputHook(OutputHook):
+class InputHook(SiteHook):
     """Measures a module's inputs before it runs, as a forward pre-hook with kwargs.
 
     One positional tensor, and no tensor by name, is the site itself; else the inputs are the parts of a container, by

@@ -195,8 +195,7 @@ class Monitor:
         if measured and not self._measured:
             self._store.clear_gpus()
         self._measured = measured
-        if measured:
-            self._scaling.begin_step()
+        self._scaling.begin_step(measured)
         self._stopwatch.begin(measured, always=self._budget is not None and self._budget.times)
         if measured:
             self._attention.begin_step()

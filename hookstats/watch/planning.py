@@ -15,7 +15,7 @@ from hookstats.modules.sharding import find_flattened
 from hookstats.numbers.kinds import kind_of
 from hookstats.watch.arguments import OF_LANGUAGE, OF_PARAMETERS, Channels, channel_names, device_of
 from hookstats.watch.batches import find_place
-from hookstats.watch.hooks import InputHook, Kinds, ModelInputHook, OutputHook, SiteSpec
+from hookstats.watch.hooks import InputHook, Kinds, ModelInputHook, SiteHook, SiteSpec
 from hookstats.watch.memory import StateStore
 from hookstats.watch.parameters import kinds_of
 
@@ -90,7 +90,7 @@ class Plan:
         found = self._groups.get(parameter) or (self._groups.get(module) if key == "weight" else None)
         return (found or NO_GROUPS).outputs
 
-    def hooks(self) -> Iterator[tuple[nn.Module, SiteSpec, type[OutputHook], torch.device]]:
+    def hooks(self) -> Iterator[tuple[nn.Module, SiteSpec, type[SiteHook], torch.device]]:
         """Each hook's module, sites, kind and device."""
         if self._root is not None:
             channels = input_channels(self._root, self._dims.get("")) or ChannelAxis(None, None)
@@ -101,7 +101,7 @@ class Plan:
             keeps, device, groups = name in self.keeping, self._devices[name], self._groups.get(name, NO_GROUPS)
             if any(self._of_outputs):
                 outputs, kinds = self._channels[name], self._of_outputs
-                yield module, SiteSpec(name, "", outputs, keeps, kinds, module, groups.outputs), OutputHook, device
+                yield module, SiteSpec(name, "", outputs, keeps, kinds, module, groups.outputs), SiteHook, device
             if any(self._of_inputs) and inputs is not None:
                 kinds = self._of_inputs
                 yield module, SiteSpec(name, "", inputs, keeps, kinds, module, groups.inputs), InputHook, device

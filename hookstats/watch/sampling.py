@@ -41,7 +41,7 @@ class Sampling:
         self._whole = WHOLE_STEPS
 
     def hold(self, rows: int) -> None:
-        """Whatever is found, one of so many rows is read, from `begin_step` on."""
+        """Read one of so many rows from `begin_step` on, whatever is found."""
         self._held = rows
 
     def let_go(self, rows: int) -> None:

@@ -25,15 +25,18 @@ class Scaling:
         self._model = weakref.ref(model)
         self._strict = strict
         self._warn_once = warn_once
-        self.begin_step()
+        self.begin_step(is_measured=True)
 
-    def begin_step(self) -> None:
-        """Notes the scale that the gradients of this step will have, if nobody changes it."""
-        self._scale = self._read_scale()
+    def begin_step(self, is_measured: bool) -> None:
+        """Notes the scale that the gradients of a measured step will have, if nobody changes it."""
+        self._is_measured = is_measured
+        self._scale = self._read_scale() if is_measured else None
         self._own: set[int] | None = None  # ids of the model's parameters, once somebody has asked for them
 
     def before_step_of(self, scaler: Any, optimizer: Any) -> None:
         """Notes the scale that gradients have: it may have been loaded or set, and is changed only after this."""
+        if scaler is self._scaler and not self._is_measured:
+            return
         try:
             if self._own is None:
                 model = self._model()

@@ -9,7 +9,7 @@ from hookstats.numbers.fields import Site
 from hookstats.watch.arguments import refuse_device
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.flags import is_capturing
-from hookstats.watch.hooks import OutputHook, SiteSpec
+from hookstats.watch.hooks import SiteHook, SiteSpec
 from hookstats.watch.memory import local_part
 from hookstats.watch.skipping import InsideCapture
 from hookstats.watch.wrappers import is_a_mere_shape
@@ -22,7 +22,7 @@ class Taps:
         self._binder = binder
         self._store = binder.store
         self._keep_channels = keep_channels
-        self._hooks: dict[str, OutputHook] = {}
+        self._hooks: dict[str, SiteHook] = {}
 
     def tap(self, tensor: torch.Tensor, name: str, channel_dim: int | None) -> torch.Tensor:
         """Implement `Monitor.tap`."""
@@ -41,7 +41,7 @@ class Taps:
             hook(None, (), tensor)
         return tensor
 
-    def _make_hook(self, tensor: torch.Tensor, name: str, channel_dim: int | None) -> OutputHook | None:
+    def _make_hook(self, tensor: torch.Tensor, name: str, channel_dim: int | None) -> SiteHook | None:
         if is_capturing():
             self._binder.skipping.leave_out([Site(name, "output"), Site(name, "grad_output")], InsideCapture())
             return None
@@ -50,7 +50,7 @@ class Taps:
         spec = SiteSpec(name, "", ChannelAxis(channel_dim, None), self._keep_channels, ("output", "grad_output"))
         try:
             refuse_device(tensor.device)
-            self._hooks[name] = self._binder.late_hook(spec, local_part(tensor).device, OutputHook)
+            self._hooks[name] = self._binder.late_hook(spec, local_part(tensor).device, SiteHook)
         except Exception as error:  # no memory for its state, say
             if self._store.strict:
                 raise

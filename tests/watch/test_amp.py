@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hookstats
 from hookstats.numbers import fields
@@ -184,6 +185,31 @@ def test_the_scaler_of_another_model_says_nothing_of_this_one() -> None:
     snapshot = mon.step()
     assert snapshot is not None
     assert (snapshot.grad_scale, snapshot.overflowed) == (None, None)
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_step_that_is_not_measured_runs_no_operator_for_its_scaler() -> None:
+    taken = []
+    for is_watched in (False, True):
+        model, scaler = network(), torch.amp.GradScaler("cpu")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        mon = hookstats.attach(model, every=10) if is_watched else None
+        for step in range(3):
+            with Operators() as operators:
+                train(model, optimizer, scaler)
+            if step < 2 and mon is not None:
+                mon.step()
+        taken.append(operators.names)
+    assert taken[0] == taken[1] != []
 
 
 def watch_and_leave(rank: int, world: int) -> list[bool]:
