@@ -14,7 +14,7 @@ import hookstats
 from hookstats import _native
 from tests import order
 from tests.conftest import DTYPES, ROOT
-from tests.mutations import csrc, misplaced, rooms, tools
+from tests.mutations import csrc, laws, misplaced, rooms, tools
 from tests.rooms import FILES, PACKAGE, floors, imports, inner, needed, room_of
 
 # Each room, and the rooms that it may import: downwards only. A room is a folder, or a file beside the folders.
@@ -181,7 +181,9 @@ def test_sources_that_are_not_built_are_refused_in_one_line(tmp_path: Path) -> N
 
 
 def test_every_mutant_is_found_where_it_is_put_in() -> None:
-    assert not [line for each in csrc.MUTANTS + rooms.MUTANTS + tools.MUTANTS if (line := misplaced(each, ROOT))]
+    assert not [
+        line for each in csrc.MUTANTS + rooms.MUTANTS + laws.MUTANTS + tools.MUTANTS if (line := misplaced(each, ROOT))
+    ]
 
 
 def test_the_lists_of_tests_name_what_is_there_and_the_quick_one_every_room() -> None:
