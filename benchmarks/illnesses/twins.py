@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss, nll_loss
 
 from benchmarks.illnesses.healthy import HEALTHY, healthy
+from benchmarks.illnesses.public_mistakes import TwoHeads
 from benchmarks.illnesses.training import Setup, ill, sgd
 from tests.rules.fleet.models import Recurrent, layers
 
@@ -179,18 +180,8 @@ def a_branch_whose_gate_opens_slowly(setup: Setup) -> None:
     setup.model = _Gated(gate)
 
 
-class _TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.classes, self.pixels = layers(64, 64, 64), nn.Linear(64, 10), nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = self.body(x).relu()
-        return self.classes(hidden), self.pixels(hidden)
-
-
 def _with_weight(setup: Setup, weight: Callable[[int], float]) -> None:
-    setup.model = model = _TwoHeads()
+    setup.model = model = TwoHeads()
 
     def step(number: int) -> torch.Tensor:
         x, y = setup.data(number)
