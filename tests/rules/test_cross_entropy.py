@@ -238,3 +238,21 @@ def test_a_step_that_is_one_of_several_microbatches_is_not_judged(every: int) ->
                 optimizer.zero_grad()
             monitor.step(loss=loss)
     assert judged(taken) == []
+
+
+def test_what_the_weights_of_tokens_know_to_be_no_cross_entropy_is_not_judged_by_its_norm() -> None:
+    found = []
+    for tensors in (("grad_output",), TENSORS):
+        torch.manual_seed(0)
+        net, taken = torch.nn.Linear(8, 5), list[Snapshot]()
+        optimizer = torch.optim.SGD(net.parameters(), 0.01)
+        with hookstats.attach(net, tensors=tensors, every=1, sinks=taken.append) as monitor:
+            for _ in range(4):
+                logits = net(torch.randn(64, 8))
+                loss = cross_entropy(logits, torch.randint(5, (64,)))
+                (loss + 2 * logits.logsumexp(-1).square().mean()).backward()  # the second part is not given
+                optimizer.step()
+                optimizer.zero_grad()
+                monitor.step(loss=loss)
+        found.append(len(judged(taken)))
+    assert found == [1, 0]

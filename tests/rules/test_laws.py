@@ -305,6 +305,29 @@ def test_clipping_in_parts_is_told_nothing_where_gradients_hardly_vary(how: str)
     assert judge(snapshots, [bias_gradient]) == []
 
 
+def test_channels_of_one_gradient_that_are_clipped_by_value_are_no_factor() -> None:
+    healthy, x, _ = regression(2)
+    last = healthy[4]
+    with torch.no_grad():
+        last.weight.copy_(last.weight[:1].expand(3, -1))
+        last.bias.fill_(2.0)
+    parameters = list(healthy.parameters())
+
+    def loss_of(step: int) -> torch.Tensor:
+        return mse_loss(healthy(x), torch.zeros(256, 3))
+
+    def clip_and_step() -> None:  # measured between the two
+        nn.utils.clip_grad_value_([last.bias], 0.5)
+        step()
+
+    optimizer = torch.optim.SGD(parameters, 1e-5)
+    step, optimizer.step = optimizer.step, clip_and_step  # type: ignore[assignment]
+    snapshots = train(healthy, loss_of, optimizer, 20, None, KINDS)
+    assert last.bias.grad is not None
+    assert bool((last.bias.grad.abs() == 0.5).all())
+    assert judge(snapshots, [bias_gradient]) == []
+
+
 def test_a_backward_that_reaches_no_parameter_is_not_judged() -> None:
     """Of adversarial examples, of a gradient penalty: the gradient of the output came twice, the bias's once."""
     body, x, y = regression(0)
