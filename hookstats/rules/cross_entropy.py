@@ -11,6 +11,7 @@ from hookstats.rules.memory import Memory
 from hookstats.rules.step import Step
 
 _SUM = 0.05  # of the norm of a gradient; what a small z-loss adds, that was not given with the loss, is less
+_UPDATES, _UNDECIDED = ("update_sample", "param_update"), 8  # measured steps
 _LEAST_SCALE = 256.0  # powers of two from here on are taken for a GradScaler's
 
 
@@ -88,10 +89,14 @@ def cross_entropy_gradient(
 
 
 def _always_updates(step: Step, memory: Memory) -> bool:
-    """Tell whether an optimizer stepped in every measured step so far: else a step may be one of microbatches."""
-    if step.fired("param_sample").any() and not step.has_any(("update_sample", "param_update")):
-        memory["has microbatches"] = True
-    return "has microbatches" not in memory
+    """Tell whether an optimizer stepped in every measured step so far: else a step may be one of microbatches.
+
+    Without an update in the first steps nobody knows yet whether updates are measured at all.
+    """
+    if step.fired("param_sample").any() and not step.has_any(_UPDATES):
+        memory["without update"] = memory.get("without update", 0) + 1
+    count, are_measured = memory.get("without update", 0), any(step.is_kind(kind).any() for kind in _UPDATES)
+    return count == 0 or (count > _UNDECIDED and not are_measured)
 
 
 def _by_norm(step: Step, factor: float, consecutive_steps: int, loss: float) -> list[Ill] | None:

@@ -256,3 +256,18 @@ def test_what_the_weights_of_tokens_know_to_be_no_cross_entropy_is_not_judged_by
                 monitor.step(loss=loss)
         found.append(len(judged(taken)))
     assert found == [1, 0]
+
+
+def test_where_no_updates_are_measured_it_is_judged_after_some_steps() -> None:
+    torch.manual_seed(0)
+    net, taken = torch.nn.Linear(8, 5), list[Snapshot]()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with hookstats.attach(net, tensors=("grad_output", "param_sample"), every=1, sinks=taken.append) as monitor:
+        for _ in range(20):
+            loss = cross_entropy(net(torch.randn(1, 8)), torch.randint(5, (1,)))
+            (loss / 4).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.step(loss=loss)
+    (found,) = judged(taken)
+    assert found.step == 9

@@ -13,7 +13,8 @@ from torch.nn.functional import cross_entropy
 import hookstats
 
 LAWS = ["bias", "cross_entropy", "optimizer", "step", "replica", "reduction", "identity"]
-TENSORS = ("output", "grad_output", "param_grad", "param_sample", "outside_update", "optimizer_law", "token_weights")
+TENSORS = ("output", "grad_output", "param_grad", "param_sample", "update_sample", "outside_update", "optimizer_law")
+TENSORS += ("token_weights",)
 
 
 def laws(
