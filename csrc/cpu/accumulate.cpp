@@ -23,7 +23,9 @@ constexpr int64_t kSerialElements = 1 << 15;  // below, waking threads costs mor
   target void add_tile(const Tile<type>& tile, LaneSamples& samples, Counting& counting) { \
     add_tile_in<bytes>(tile, samples, counting);                                           \
   }                                                                                        \
-  target Sample flat_tile(const Tile<type>& tile, Counting& counting) { return flat_tile_in<bytes>(tile, counting); }
+  target Sample flat_tile(const FlatTile<type>& tile, Counting& counting) {                \
+    return flat_tile_in<bytes>(tile, counting);                                            \
+  }
 #define HOOKSTATS_VERSIONS_OF(name, type, aten) HOOKSTATS_VERSIONS(HOOKSTATS_VERSION, type)
 HOOKSTATS_DTYPES(HOOKSTATS_VERSIONS_OF)
 #undef HOOKSTATS_VERSIONS_OF
@@ -157,6 +159,7 @@ class FlatTiles {
     sum_ = Sample::neutral();
     channel_ = channel;
     first_rows_ = 0;
+    const scalar_t* rest = buffer_;
     while (first < last) {
       const int64_t run = std::min(last - first, inner - first % inner);
       int64_t from = layout.offset(first);
@@ -167,6 +170,11 @@ class FlatTiles {
           if (first_rows_ < kMostAheadRows) first_at_[first_rows_++] = from;
           at_[rows_++] = from;
           if (rows_ == kMostRows + kMostAheadRows) add_rows(rows_);
+        }
+        if (first == last && left > 0 && gathered_ == 0) {  // in place, too
+          rest = channel + from;
+          gathered_ = int(left);
+          left = 0;
         }
       }
       while (left > 0) {
@@ -186,28 +194,32 @@ class FlatTiles {
     for (int r = 0; r < first_rows_ && known < kMostRows + kMostAheadRows; ++r) {
       at_[known++] = first_at_[r] + layout.channel_stride;
     }
-    for (; rows_ > 0; known -= kMostRows) add_rows(known);
-    add_gathered();
+    for (; rows_ >= kMostRows || (rows_ > 0 && gathered_ >= kLanes); known -= kMostRows) add_rows(known);
+    if (rest == buffer_ && rows_ == 0) {
+      add_gathered();
+    } else if (rows_ + gathered_ > 0) {
+      add({{channel_, at_, rows_, kLanes, known}, rest, gathered_});
+      rows_ = gathered_ = 0;
+    }
     return sum_;
   }
 
  private:
   void add_rows(int known) {
     const int rows = std::min(rows_, kMostRows);
-    add({channel_, at_, rows, kLanes, known});
+    add({{channel_, at_, rows, kLanes, known}, nullptr, 0});
     rows_ -= rows;
     std::copy_n(at_ + rows, known - rows, at_);
   }
   void add_gathered() {
     const int rows = gathered_ / kLanes;
-    add({buffer_, gathered_at_, rows, kLanes});
-    add({buffer_ + rows * kLanes, gathered_at_, 1, gathered_ % kLanes});
+    if (gathered_) add({{buffer_, gathered_at_, rows, kLanes}, buffer_ + rows * kLanes, gathered_ % kLanes});
     gathered_ = 0;
   }
-  void add(const Tile<scalar_t>& tile) {
-    if (!tile.rows || !tile.width) return;
-    sum_.merge(flat_tile(tile, histogram_.counting(tile.rows)));
-    linear_.add(tile);
+  void add(const FlatTile<scalar_t>& tile) {
+    sum_.merge(flat_tile(tile, histogram_.counting(tile.rows.rows + (tile.left > 0))));
+    linear_.add(tile.rows);
+    linear_.add(tile.last_row());
   }
 
   ThreadHistogram& histogram_;

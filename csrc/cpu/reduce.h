@@ -252,18 +252,177 @@ HOOKSTATS_INLINE void add_tile_in(const Tile<scalar_t>& tile, LaneSamples& sampl
   samples.merge(exact);
 }
 
-// Lanes are elements of one channel.
+// Elements of one channel: whole rows of kLanes, and `left` more, which are fewer.
+template <class scalar_t>
+struct FlatTile {
+  Tile<scalar_t> rows;
+  const scalar_t* rest;
+  int left;
+
+  Tile<scalar_t> last_row() const {
+    static constexpr int64_t kHere = 0;
+    return {rest, &kHere, left > 0 ? 1 : 0, left};
+  }
+};
+
+// All elements of a vector as one: halves are combined with halves.
+template <class V, class F>
+HOOKSTATS_INLINE auto fold_vector(const V& x, const F& combine) {
+  using element = std::remove_cv_t<std::remove_reference_t<decltype(x[0])>>;
+  if constexpr (sizeof(V) > 16) {
+    typedef element Half __attribute__((vector_size(sizeof(V) / 2)));
+    Half half[2];
+    memcpy(half, &x, sizeof x);
+    return fold_vector(combine(half[0], half[1]), combine);
+  } else {
+    element all = x[0];
+    for (int i = 1; i < int(sizeof(V) / sizeof(element)); ++i) all = combine(all, element(x[i]));
+    return all;
+  }
+}
+
+// Sums of the elements of a FlatTile, in registers: short channels have few rows, for which LaneSums' memory would take
+// longer than the elements.
+template <class V>
+struct FlatSums {
+  using vector = typename V::type;
+  using acc_t = std::remove_cv_t<std::remove_reference_t<decltype(std::declval<vector&>()[0])>>;
+  static constexpr int kVectors = sizeof(vector) == 64 ? 4 : 2;
+  // Rows between two carries, which combine kVectors sums: kCarryValues roundings in all.
+  static constexpr int kRows = kCarryValues - kVectors / 2;
+
+  vector pivot, min[kVectors], max[kVectors];
+  typename V::ints zeros[kVectors]{};
+  typename V::wide sum{}, square_sum{}, abs_sum{};
+  int no_zeros = 0;  // that were counted
+
+  HOOKSTATS_INLINE explicit FlatSums(acc_t first) : pivot(vector{} + first) {
+    for (int v = 0; v < kVectors; ++v) min[v] = max[v] = pivot;
+  }
+
+  // kMany vectors of at most kRows rows.
+  template <int kMany, class scalar_t>
+  HOOKSTATS_INLINE void add_rows(const Tile<scalar_t>& tile, int lane) {
+    vector part[kMany]{}, squares[kMany]{}, magnitudes[kMany]{};
+    for (int r = 0; r < tile.rows; ++r) {
+      const scalar_t* row = tile.row(r) + lane;
+      prefetch<kMany * V::kSize>(tile, r, lane);
+      for (int v = 0; v < kMany; ++v) {
+        const auto x = load<V>(row + v * V::kSize);
+        const auto deviation = x - pivot;
+        part[v] += deviation;
+        squares[v] += deviation * deviation;
+        magnitudes[v] += magnitude_of(x);
+        min[v] = x < min[v] ? x : min[v];
+        max[v] = x > max[v] ? x : max[v];
+        zeros[v] -= x == 0;
+      }
+    }
+    for (int v = 1; v < kMany; v *= 2) {
+      for (int to = 0; to + v < kMany; to += 2 * v) {
+        part[to] += part[to + v];
+        squares[to] += squares[to + v];
+        magnitudes[to] += magnitudes[to + v];
+      }
+    }
+    carry_all(part[0], squares[0], magnitudes[0]);
+  }
+
+  // Fewer elements than a vector has: the others are the pivot where it is subtracted, and else 0.
+  template <class scalar_t>
+  HOOKSTATS_INLINE void add_few(const scalar_t* at, int count) {
+    alignas(64) acc_t padded[2][V::kSize]{};
+    for (int i = 0; i < V::kSize; ++i) padded[0][i] = i < count ? acc_t(widen(at[i])) : acc_t(pivot[0]);
+    std::memcpy(padded[1], padded[0], count * sizeof(acc_t));
+    const auto x = load<V>(padded[0]), plain = load<V>(padded[1]);
+    const auto deviation = x - pivot;
+    min[0] = x < min[0] ? x : min[0];
+    max[0] = x > max[0] ? x : max[0];
+    zeros[0] -= plain == 0;
+    no_zeros += V::kSize - count;
+    carry_all(deviation, deviation * deviation, magnitude_of(plain));
+  }
+
+  HOOKSTATS_INLINE WideSums fold(int64_t count) const {
+    const auto add = [](const auto& a, const auto& b) { return a + b; };
+    const auto lower = [](const auto& a, const auto& b) { return b < a ? b : a; };
+    const auto higher = [](const auto& a, const auto& b) { return b > a ? b : a; };
+    vector low = min[0], high = max[0];
+    auto none = zeros[0];
+    for (int v = 1; v < kVectors; ++v) {
+      low = lower(low, min[v]);
+      high = higher(high, max[v]);
+      none += zeros[v];
+    }
+    return {fold_vector(sum, add),
+            fold_vector(square_sum, add),
+            fold_vector(abs_sum, add),
+            double(pivot[0]),
+            double(fold_vector(low, lower)),
+            double(fold_vector(high, higher)),
+            double(count),
+            double(fold_vector(none, add) - no_zeros)};
+  }
+
+ private:
+  HOOKSTATS_INLINE static vector magnitude_of(const vector& x) {
+    return bit_copy<vector>(bit_copy<typename V::bits>(x) << 1 >> 1);
+  }
+  HOOKSTATS_INLINE static typename V::wide widened(const vector& part) {
+    constexpr int kPieces = sizeof(double) / sizeof(acc_t);
+    typedef acc_t Piece __attribute__((vector_size(sizeof(part) / kPieces)));
+    Piece piece[kPieces];
+    memcpy(piece, &part, sizeof part);
+    auto all = __builtin_convertvector(piece[0], typename V::wide);
+    if constexpr (kPieces == 2) all += __builtin_convertvector(piece[1], typename V::wide);
+    return all;
+  }
+  HOOKSTATS_INLINE void carry_all(const vector& part, const vector& squares, const vector& magnitudes) {
+    sum += widened(part);
+    square_sum += widened(squares);
+    abs_sum += widened(magnitudes);
+  }
+};
+
 template <int kBytes, class scalar_t>
-HOOKSTATS_INLINE Sample flat_tile_in(const Tile<scalar_t>& tile, Counting& counting) {
-  using acc_t = acc_of<scalar_t>;
-  LaneSums<acc_t> sums;
+HOOKSTATS_INLINE Sample exact_flat(const Tile<scalar_t>& tile) {
+  LaneSums<acc_of<scalar_t>> sums;
+  Counting none{};
   sums.start(tile, true);
-  add_chunks<kBytes>(tile, sums, counting);
-  const WideSums total = sums.fold(tile.width).widened();
-  if (sums_hold<acc_t>(total)) return {total.finish(), 0, 0, 0};
+  add_chunks<kBytes>(tile, sums, none);
   LaneSamples exact;
   exact_lanes<kBytes>(tile, sums, lanes_in_use(tile), exact);
   return exact.fold();
+}
+
+// Lanes are elements of one channel.
+template <int kBytes, class scalar_t>
+HOOKSTATS_INLINE Sample flat_tile_in(const FlatTile<scalar_t>& tile, Counting& counting) {
+  using acc_t = acc_of<scalar_t>;
+  using V = Vector<kBytes, acc_t>;
+  constexpr int kMany = FlatSums<V>::kVectors, kRows = FlatSums<V>::kRows;
+  const Tile<scalar_t>&rows = tile.rows, last = tile.last_row();
+  FlatSums<V> sums(widen(rows.rows ? *rows.row(0) : *tile.rest));
+  for (int r = 0; r < rows.rows; r += kRows) {
+    const Tile<scalar_t> chunk{rows.data, rows.at + r, std::min(kRows, rows.rows - r), kLanes, rows.known - r};
+    for (int lane = 0; lane < kLanes; lane += kMany * V::kSize) sums.template add_rows<kMany>(chunk, lane);
+    if (counting.counts) add_keys<kBytes>(chunk, counting);
+  }
+  if (tile.left) {
+    int lane = 0;
+    for (; lane + V::kSize <= tile.left; lane += V::kSize) sums.template add_rows<1>(last, lane);
+    if (lane < tile.left) sums.add_few(tile.rest + lane, tile.left - lane);
+    if (counting.counts) {
+      PaddedRows<scalar_t> padded;
+      add_keys<kBytes>(padded.of(last), counting);
+    }
+  }
+  const WideSums total = sums.fold(int64_t(rows.rows) * kLanes + tile.left);
+  if (sums_hold<acc_t>(total)) return {total.finish(), 0, 0, 0};
+  Sample exact = Sample::neutral();
+  if (rows.rows) exact = exact_flat<kBytes>(rows);
+  if (tile.left) exact.merge(exact_flat<kBytes>(last));
+  return exact;
 }
 
 }  // namespace hookstats::cpu

@@ -34,6 +34,15 @@ struct Tile {
   const scalar_t* row(int r) const { return data + at[r]; }
 };
 
+// kMany lanes of a row that is read later.
+template <int kMany, class scalar_t>
+HOOKSTATS_INLINE void prefetch(const Tile<scalar_t>& tile, int r, int lane) {
+  constexpr int kAhead = std::min(kMostAheadRows, kAheadBytes / int(kLanes * sizeof(scalar_t)));
+  if (r + kAhead >= tile.known) return;
+  const char* ahead = reinterpret_cast<const char*>(tile.row(r + kAhead) + lane);
+  for (int line = 0; line < kMany * int(sizeof(scalar_t)); line += 64) __builtin_prefetch(ahead + line, 0, 2);
+}
+
 // kBytes of acc_t: one register of the instruction set that the code is compiled for. A vector that is wider than that
 // would be taken apart into scalars by g++ wherever values are compared.
 template <int kBytes, class acc_t>
@@ -168,25 +177,6 @@ struct LaneSums {
     const scalar_t* row = tile.row(0);
     for (int lane = 0; lane < tile.width; ++lane) pivot[lane] = widen(row[one_channel ? 0 : lane]);
   }
-
-  // All lanes in use, where they share the pivot: halves are added to halves, so that lanes are vectors.
-  HOOKSTATS_INLINE Lane fold(int width) {
-    for (int lane = width; lane < kLanes; ++lane) set(lane, Lane::neutral());
-    LaneSums folded;
-    fold_half(*this, kLanes / 2, folded);
-    for (int half = kLanes / 4; half > 0; half /= 2) fold_half(folded, half, folded);
-    return folded.get(0);
-  }
-
- private:
-  HOOKSTATS_INLINE static void fold_half(const LaneSums& from, int half, LaneSums& to) {
-#pragma omp simd
-    for (int lane = 0; lane < half; ++lane) {
-      Lane one = from.get(lane);
-      one.merge_about_pivot(from.get(lane + half));
-      to.set(lane, one);
-    }
-  }
 };
 
 // total += part, in float64.
@@ -207,7 +197,6 @@ HOOKSTATS_INLINE void carry(const typename V::type& part, double* total) {
 // Sums::add for kVectors vectors of each row, in the arithmetic of the data, then a carry.
 template <class V, int kVectors, class scalar_t, class acc_t>
 HOOKSTATS_INLINE void add_rows(const Tile<scalar_t>& tile, int lane, LaneSums<acc_t>& sums) {
-  constexpr int kAhead = std::min(kMostAheadRows, kAheadBytes / int(kLanes * sizeof(scalar_t)));
   typename V::type pivot[kVectors], min[kVectors], max[kVectors];
   typename V::type sum[kVectors], square_sum[kVectors], abs_sum[kVectors];
   typename V::ints zeros[kVectors];
@@ -221,12 +210,7 @@ HOOKSTATS_INLINE void add_rows(const Tile<scalar_t>& tile, int lane, LaneSums<ac
   }
   for (int r = 0; r < tile.rows; ++r) {
     const scalar_t* row = tile.row(r) + lane;
-    if (r + kAhead < tile.known) {
-      const char* ahead = reinterpret_cast<const char*>(tile.row(r + kAhead) + lane);
-      for (int line = 0; line < kVectors * V::kSize * int(sizeof(scalar_t)); line += 64) {
-        __builtin_prefetch(ahead + line, 0, 2);
-      }
-    }
+    prefetch<kVectors * V::kSize>(tile, r, lane);
     for (int v = 0; v < kVectors; ++v) {
       const auto x = load<V>(row + v * V::kSize);
       const auto deviation = x - pivot[v];
