@@ -23,5 +23,9 @@ class Mutant(NamedTuple):
 
 def misplaced(mutant: Mutant, root: Path) -> str | None:
     """What is to be changed in the table; None where the text stands in its file exactly once."""
+    if mutant.file.startswith("csrc/") and (
+        mutant.text.startswith(("const ", "auto ")) or (mutant.text.startswith("if ") and mutant.text[-1] != ";")
+    ):
+        return f"{mutant.file}: {mutant.name}: expected an expression or whole statements, got {mutant.text}"
     found = (root / mutant.file).read_text().count(mutant.text)
     return None if found == 1 else f"{mutant.file}: {mutant.name}: expected once, found {found} times: {mutant.text}"
