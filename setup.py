@@ -83,7 +83,7 @@ def find_nvcc() -> str | None:
 
 
 def cudart_folder(nvcc: str) -> str:
-    """Where libcudart_static.a lies in nvcc's own toolkit."""
+    """Find libcudart_static.a in nvcc's own toolkit."""
     said = subprocess.run([nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
     top = re.search(r"^#\$ TOP=(.+)$", said, re.MULTILINE)
     home = Path(top.group(1)) if top else Path(nvcc).resolve().parent.parent
@@ -217,7 +217,7 @@ def run(*command: str) -> None:
 
 
 def rule(name: str, command: list[str]) -> list[str]:
-    """Of ninja: compiles a file, and keeps what the compiler says."""
+    """Write a rule of ninja that compiles a file and keeps the compiler's output."""
     run = shlex.join(command).replace("$", "$$")
     return [
         f"rule {name}",
@@ -228,7 +228,7 @@ def rule(name: str, command: list[str]) -> list[str]:
 
 
 def resources(said: str) -> list[dict[str, Any]]:
-    """What ptxas -v says of each kernel and GPU: registers, bytes of stack frame and of spills."""
+    """Parse ptxas -v for each kernel and GPU: registers, bytes of stack frame and of spills."""
     pattern = re.compile(
         r"Compiling entry function '(?P<kernel>\w+)' for '(?P<gpu>\w+)'.*?"
         r"(?P<stack>\d+) bytes stack frame, (?P<spilled>\d+) bytes spill stores.*?Used (?P<registers>\d+) registers",
@@ -279,7 +279,7 @@ class BuildInThree(BuildExtension):
         (self.folder() / "_built.json").write_text(json.dumps(built, indent=2) + "\n")
 
     def copy_extensions_to_source(self) -> None:  # --inplace and editable installs
-        """As it is called, the libraries and the record are still where everything was built."""
+        """Copy the libraries and the record, which still lie where everything was built."""
         self.inplace, was = 0, self.inplace
         built = self.folder()
         self.inplace = was

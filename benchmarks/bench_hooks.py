@@ -1,4 +1,4 @@
-"""What a hook costs the host: make bench. A chain of modules that do next to nothing, on one thread."""
+"""Time a hook costs the host: make bench. A chain of modules that do next to nothing, on one thread."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def timed_close(channels_every: int) -> Callable[[], float]:
 
 
 def bench_closing_a_step(benchmark: Any) -> None:
-    """What is copied, cleared and read when a measured step closes."""
+    """Time the copying, clearing and reading when a measured step closes."""
     benchmark.group = "closing a step"
     contenders = {"channels and histograms": timed_close(1), "totals": timed_close(1 << 30)}
     times = benchmark.pedantic(interleaved, args=(contenders, 40))

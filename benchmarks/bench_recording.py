@@ -1,4 +1,4 @@
-"""What a recording adds to `Monitor.step`, and to training beside its writer: make bench."""
+"""Time that a recording adds to `Monitor.step`, and to training beside its writer: make bench."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a store takes and writes, and what reading one site of a long run takes: make bench.
+"""Time and bytes of a store, and the time to read one site of a long run: make bench.
 
 The steps are made of random numbers, so that nothing compresses better than what training measures.
 """
@@ -26,7 +26,7 @@ def sites_of(sites: int, channels: int, bins: Bins | None = None) -> Sites:
 
 
 def step_of(sites: Sites, step: int, draw: np.random.Generator) -> StepFrame:
-    """As of 65,536 normal values a channel: extremes are those of float32, all else fills its 52 bits."""
+    """Make a step of 65,536 normal values a channel: extremes are float32, all else fills its 52 bits."""
     n = len(sites)
     frame = StepFrame(
         sites,

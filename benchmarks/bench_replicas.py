@@ -1,4 +1,4 @@
-"""What comparing replicas costs: checksums beside a sum and beside SHA-1 of a copy; and a whole check.
+"""Cost of comparing replicas: checksums beside a sum and beside SHA-1 of a copy; and a whole check.
 
 pytest benchmarks/bench_replicas.py; on a machine with a GPU also there.
 """

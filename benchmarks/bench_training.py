@@ -1,4 +1,4 @@
-"""What hookstats adds to a training step of a small Llama: make bench. (Of a large one on a GPU: make gpu.)"""
+"""Time that hookstats adds to a training step of a small Llama: make bench. (Of a large one on a GPU: make gpu.)"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.steps import MODES, SMALL, training_figures
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Where another process has a core for a moment, threads that wait for each other take many times as long."""
+    """Use one thread: threads that wait for each other take many times as long where another process needs a core."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""What counting some blocks costs beside the histogram by exponent: python -m benchmarks.blocks
+"""Cost of counting some blocks, beside the histogram by exponent: python -m benchmarks.blocks
 
 One tensor at a time, folded into a state, one CPU thread, in turns; us for a tensor, the median of the rounds.
 """

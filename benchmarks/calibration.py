@@ -1,4 +1,4 @@
-"""What gathering the inputs of a Llama's layers adds to running it, in turns in one process:
+"""Time that gathering the inputs of a Llama's layers adds to running it, in turns in one process:
 
 python -m benchmarks.calibration [ROUNDS]
 
@@ -28,7 +28,7 @@ PLAIN, OURS = "the model alone", "hookstats.calibrate"
 
 
 class Observer(Protocol):
-    """Of one layer's inputs."""
+    """A contender that observes one layer's inputs."""
 
     def __call__(self, x: torch.Tensor) -> object: ...
 
@@ -50,7 +50,7 @@ class Maximum:
 
 
 class Everything(Maximum):
-    """What `InputStats` has, by torch's operators."""
+    """All statistics of `InputStats`, by torch's operators."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__(layer)

@@ -10,7 +10,7 @@ from benchmarks.environment import describe
 
 
 def _figures(benchmark: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of one benchmark: its own, or those of the contenders that it timed in turns."""
+    """Collect the figures of one benchmark: its own, or those of the contenders that it timed in turns."""
     extra = dict(benchmark["extra_info"])
     contenders = extra.pop("contenders", None)
     if contenders is not None:

@@ -1,4 +1,4 @@
-"""What is compared: the same statistics by hookstats, by torch's eager operators, and by torch.compile of those.
+"""The contenders: the same statistics by hookstats, by torch's eager operators, and by torch.compile of those.
 
 Each contender is a callable without arguments that leaves its result on the device. `check` compares them first.
 """
@@ -116,7 +116,7 @@ def contenders(case: Case, device: str) -> dict[str, Callable[[torch.Tensor], An
 
 
 def every_other_row(count: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """As a mask hands over which rows count: of images, which images."""
+    """List every other row (of images: every other image), as a mask hands over which rows count."""
     listed = torch.zeros(count, dtype=torch.int32, device=device)
     listed[: (count + 1) // 2] = torch.arange(0, count, 2, device=device)
     return listed, torch.full((1,), (count + 1) // 2, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""How far apart equivalent compiled programs train: with hookstats attached, and otherwise put together."""
+"""Distance between trainings by equivalent compiled programs: with hookstats attached, and otherwise put together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where and with what a figure was measured."""
+"""Description of the machine and the software that a figure was measured with."""
 
 from __future__ import annotations
 

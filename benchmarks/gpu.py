@@ -204,7 +204,7 @@ def figures(session: Session, part: str, most: float) -> Part:
 
 
 def first_parts(session: Session) -> list[Part]:
-    """What is worth most first."""
+    """List the most valuable parts first."""
     of_gpu, others = ["-m", "gpu", "tests/gpu"], ["-m", "not gpu", "-k", "gpu", "tests/kernels", "tests/watch"]
     if REHEARSED:
         of_gpu, others = ["tests/cuda_on_cpu"], ["-k", "cuda_on_cpu", "tests/kernels/test_many.py"]

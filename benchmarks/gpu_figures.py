@@ -214,7 +214,7 @@ def where_step_goes(write: Write) -> None:
 
 
 def closing_figures(write: Write) -> None:
-    """What the training thread waits for where a step with 150 MB of state is closed, beside the loss's own wait."""
+    """Time how long closing a step with 150 MB of state holds the training thread, beside the loss's own wait."""
     import hookstats
 
     layers, width = (120, 1024) if DEVICE == "cuda" else (2, 64)
@@ -259,7 +259,7 @@ def many_figures(write: Write) -> None:
 
 
 def totals_figures(write: Write) -> None:
-    """What closes a step whose channels and histograms stay on the device: the totals of all sites."""
+    """Time the totals of all sites, which close a step whose channels and histograms stay on the device."""
     for sites, channels in ((200, 4096), (1, 150_000)):
         moments = [torch.rand(len(FIELDS), channels, dtype=torch.float64, device=DEVICE) for _ in range(sites)]
         counters = [torch.zeros(_native.COUNTERS, dtype=torch.int64, device=DEVICE) for _ in range(sites)]
@@ -286,8 +286,8 @@ def softmax_figures(write: Write) -> None:
 
 
 def first_use(write: Write) -> None:
-    """What attach waits for once on a device: the CUDA runtime's load, compiling PTX where nothing else fits, a kernel
-    of each file."""
+    """Time the one-time waits of attach on a device: the CUDA runtime's load, compiling PTX where nothing else fits,
+    a kernel of each file."""
     torch.zeros(1, device=DEVICE)
     for name in ("first", "second"):
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What identities cover, find and cost: ``python -m benchmarks.identities coverage|healthy|fleet|faults|cost``.
+"""Coverage, findings, cost of identities: ``python -m benchmarks.identities coverage|healthy|fleet|faults|cost``.
 
 coverage: small models of many types, each judged at other parameters for another loss, in float64. healthy: the largest
 z of 28 kinds of models that train, in four precisions. fleet: alarms in the healthy trainings of benchmarks.illnesses.

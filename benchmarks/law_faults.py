@@ -132,7 +132,7 @@ def local(tensor: Any) -> torch.Tensor:
 
 
 def swap(moments: torch.Tensor) -> None:
-    """As if another program had laid them out."""
+    """Reorder the moments as if another program had laid them out."""
     moments.copy_(moments.flatten().view(*reversed(moments.shape)).T.clone())
 
 
@@ -193,7 +193,7 @@ def trained(way: str, fault: Fault | None, rank: int = 0, world: int = 1) -> lis
 
 
 def findings(way: str, names: list[str | None], rank: int = 0, world: int = 1) -> list[list[Finding]]:
-    """Of each fault; None: of none."""
+    """Return the findings for each fault; a name of None trains without a fault."""
     rules = list(rules_of_laws().values())
     faults = [None if name is None else FAULTS[name] for name in names]
     return [judge(trained(way, each, rank, world), rules) for each in faults]

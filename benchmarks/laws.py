@@ -1,4 +1,4 @@
-"""How well healthy trainings keep the laws: ``python -m benchmarks.laws [NAME ...]``, see --help.
+"""Accuracy with which healthy trainings keep the laws: ``python -m benchmarks.laws [NAME ...]``, see --help.
 
 Of each law how often it was held against something, and how far that was off, in parts of what rounding is allowed.
 """

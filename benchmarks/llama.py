@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention, sil
 
 
 class Shape(NamedTuple):
-    """Of the model and of its batches."""
+    """Sizes of the model and of its batches."""
 
     width: int
     hidden: int  # between the projections of the feed-forward part

@@ -52,7 +52,7 @@ class Worker:
 
 
 class Outcomes:
-    """Which tests there are, then what came of each."""
+    """The list of tests, and then each test's outcome."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)

@@ -26,7 +26,7 @@ TRIAL = (
 
 
 def hash_of_sources() -> str:
-    """Of all that is compiled, and of how."""
+    """Hash all sources that are compiled, and the flags they are compiled with."""
     digest = hashlib.sha256()
     for path in sorted([ROOT / "setup.py", *(each for each in (ROOT / "csrc").rglob("*") if each.is_file())]):
         digest.update(f"{path.relative_to(ROOT)}\0{path.stat().st_size}\0".encode())
@@ -35,7 +35,7 @@ def hash_of_sources() -> str:
 
 
 def put(source: Path, target: Path) -> None:
-    """What is built, from one folder into another."""
+    """Copy what was built from one folder into another."""
     for name in BUILT:
         if (target / name).is_dir():
             shutil.rmtree(target / name)

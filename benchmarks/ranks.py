@@ -1,4 +1,4 @@
-"""What merging over ranks is held to: ``python -m benchmarks.ranks [PART ...]``.
+"""Requirements on merging over ranks, measured: ``python -m benchmarks.ranks [PART ...]``.
 
 parallel: ranks that hold a model together against one process. faults: ranks that die, freeze, come late, or have
 another model. injected: faults of a training. healthy: trainings in which nothing is to be said. speed: 1,000 sites.
@@ -44,7 +44,7 @@ def measured(monitor: hookstats.Monitor, model: nn.Module) -> Snapshot:
 
 
 def whole(model: nn.Module, parts: list[Callable[[], torch.Tensor]]) -> Snapshot:
-    """What one process measures of all that the ranks do, whose gradients are the mean over them."""
+    """Measure in one process all that the ranks do; its gradients are the mean over them."""
     monitor = attached(model, None)
     for part in parts:
         part().square().mean().backward()
@@ -55,7 +55,7 @@ def whole(model: nn.Module, parts: list[Callable[[], torch.Tensor]]) -> Snapshot
 
 
 def apart(got: Snapshot, want: Snapshot) -> tuple[int, float, float, int]:
-    """How many sites there are; how far means lie apart, of the rms; variances, of themselves; counts that differ."""
+    """Return how many sites and unequal counts there are, and the largest distance of means (in rms) and variances."""
     assert set(got) == set(want), set(got) ^ set(want)
     means, moments, counts = [0.0], [0.0], 0
     for site, theirs in want.items():

@@ -15,7 +15,7 @@ Found = tuple[Path, dict[str, Any]]
 
 
 def results(kind: str) -> list[Found]:
-    """Those that have figures, the newest first; of one day, the one of which most was run."""
+    """List the results that have figures, the newest first; of one day, first the one that ran the most."""
     found = [(path, json.loads(path.read_text())) for path in (HERE / "results").glob(f"{kind}-*.json")]
     found = [(path, record) for path, record in found if record.get("figures")]
 
@@ -117,7 +117,7 @@ def earlier_lines(since: list[Found]) -> list[str]:
 
 
 def first_page(path: Path, record: dict[str, Any]) -> list[str]:
-    """What `make gpu-first` takes: sanitizers, tests, a training step, and what decides."""
+    """Render the results of `make gpu-first`: sanitizers, tests, a training step, and the decisive figures."""
     cases = by_case(record["figures"], "case")
     steps = [{**figure, "group": "training step, eager"} for figure in record.get("step", [])]
     lines = [
@@ -163,7 +163,7 @@ def where_lines(figures: list[dict[str, Any]]) -> list[str]:
 
 
 def said_lines(record: dict[str, Any]) -> list[str]:
-    """What was shown beside times, and what could not be."""
+    """List the checks shown beside times, and what could not be measured."""
     lines = [f"- {each['name'].replace('_', ' ')}: {each['said']}" for each in record.get("checks", [])]
     lines += [f"- {each['name']}: {each['ms']:.1f} ms" for each in record.get("first_use", [])]
     lines += [f"- {each['name']}: {each['us']:.1f} us" for each in record.get("totals", [])]
@@ -177,7 +177,7 @@ def said_lines(record: dict[str, Any]) -> list[str]:
 
 
 def hook_lines(figures: list[dict[str, Any]]) -> list[str]:
-    """What a hook costs the host, from the groups that begin with "hooks"."""
+    """List what a hook costs the host, from the groups that begin with "hooks"."""
     groups = {group: names for group, names in by_case(figures, "group").items() if group.startswith("hooks")}
     if not groups:
         return []
@@ -249,7 +249,7 @@ def many_lines(cases: dict[str, dict[str, dict[str, Any]]], unit: str) -> list[s
 
 
 def closing_lines(figures: list[dict[str, Any]]) -> list[str]:
-    """What a step costs that ends with its channels and histograms, and one that ends with totals."""
+    """List the costs of a step that ends with channels and histograms, and of one that ends with totals."""
     found = [each for each in figures if each["group"] == "closing a step"]
     if not found:
         return []
@@ -259,7 +259,7 @@ def closing_lines(figures: list[dict[str, Any]]) -> list[str]:
 
 
 def deviation_lines(figures: list[dict[str, Any]]) -> list[str]:
-    """How far equivalent programs train apart."""
+    """List how far equivalent programs train apart."""
     programs = by_case([each for each in figures if each["group"] == "deviation"], "dtype")
     if not programs:
         return []
@@ -281,7 +281,7 @@ def megabytes(figure: dict[str, Any], key: str) -> str:
 
 
 def ratio_lines(processor: str, kernels: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
-    """Of each case, how many times as long as `x.sum()` it takes: fastest against fastest."""
+    """List each case's time as a multiple of `x.sum()`: fastest against fastest."""
     lines = [
         f"The fastest call of each case on this processor ({processor}), as a multiple of the time that `x.sum()` "
         "takes to read the same tensor. The goal for moments is 2:",

@@ -1,4 +1,4 @@
-"""How large a page of a long run is, how long it takes to build, and how fast it is in headless Chromium.
+"""Size of a page of a long run, the time to build it, and its speed in headless Chromium.
 
 python -m benchmarks.report_size [--sites 1000] [--steps 10000] [--keep DIRECTORY]
 """
@@ -36,7 +36,7 @@ def sites_of(sites: list[Site], channels: int, bins: int) -> Sites:
 
 
 def step_of(sites: Sites, rng: np.random.Generator, step: int, scale: np.ndarray) -> StepFrame:
-    """Of normal values whose spread wanders, as of a model that trains."""
+    """Make a step of normal values whose spread wanders, as in a model that trains."""
     n, channels, counters = len(sites), int(sites.channels[0]), int(sites.counters[0])
     block = np.zeros((n, len(FIELDS) * channels + counters), np.int64)
     state = block[:, : len(FIELDS) * channels].view(np.float64).reshape(-1, len(FIELDS), channels)

@@ -87,7 +87,7 @@ def errors(rows: int = 8) -> None:
 
 
 def bytes_read() -> None:
-    """Of the model of benchmarks/steps.py with 4 x 4,096 tokens in bfloat16: what is hooked by default."""
+    """Count the bytes read by default of benchmarks/steps.py's model, with 4 x 4,096 tokens in bfloat16."""
     width, hidden, blocks, vocabulary = LARGE.width, LARGE.hidden, LARGE.blocks, LARGE.vocabulary
     block = 8 * width + 2 * hidden  # two norms, q, k, v, out, down, the block itself; gate and up
     outputs = 4 * 4096 * (blocks * block + 2 * width + vocabulary)

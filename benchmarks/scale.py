@@ -1,4 +1,4 @@
-"""What hookstats is for large jobs: sites, memory, what a merge moves, and how exact it is.
+"""Cost of hookstats in large jobs: sites, memory, what a merge moves, and how exact it is.
 
 python -m benchmarks.scale
 
@@ -50,7 +50,7 @@ class Shape(NamedTuple):
 
 
 class Mesh(NamedTuple):
-    """How many ranks a dimension has. expert: part of data."""
+    """Number of ranks in each dimension of the mesh. expert: part of data."""
 
     data: int
     tensor: int = 1
@@ -96,7 +96,7 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """What the first rank of the first stage holds."""
+    """Modules and sites of the first rank of the first stage."""
 
     def __init__(self, shape: Shape, mesh: Mesh) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ KINDS = ("output", "grad_output", "param_grad")
 
 
 class State(NamedTuple):
-    """What a rank keeps."""
+    """Memory that a rank keeps."""
 
     sites: int
     channels: int
@@ -138,7 +138,7 @@ def state_of(shape: Shape, mesh: Mesh) -> State:
 
 
 class Merge(NamedTuple):
-    """What a drain moves, on one rank. Estimates where they are times."""
+    """Data that a drain moves on one rank. Times are estimates."""
 
     sites: int  # of all ranks
     kept: str  # of a site, where the whole is to fit into the budget
@@ -174,12 +174,12 @@ def merge_of(shape: Shape, mesh: Mesh) -> Merge:
 
 
 def groups_of(ranks: int) -> list[int]:
-    """How many members a group of each level has, at most."""
+    """Return the largest number of members that a group of each level has."""
     return [min(ranks, FAN), *groups_of(-(-ranks // FAN))] if ranks > 1 else []
 
 
 def host_seconds(sites: int, rounds: int = 20) -> float:
-    """What reading a copied step of so many sites takes of the host, measured here."""
+    """Time how long the host takes to read a copied step of so many sites, measured here."""
     size = len(FIELDS) + COUNTERS + EXPONENT_BINS
     places, names = (
         [(0, i * size, 1, EXPONENT_BINS) for i in range(sites)],
@@ -206,7 +206,7 @@ class Accuracy(NamedTuple):
 
 
 def accuracy_of(ranks: int, elements: int = 16) -> Accuracy:
-    """How exactly ranks merge whose means lie 1,000 deviations apart."""
+    """Measure the error of merged ranks whose means lie 1,000 deviations apart."""
     draw = np.random.default_rng(ranks)
     count = draw.integers(1, 1 << 20, (ranks, elements)).astype(np.float64)
     mean = 1e3 * draw.normal(size=(ranks, elements))

@@ -1,4 +1,4 @@
-"""How fast a served run is in headless Chromium, and what looking at it costs the one who trains.
+"""Speed of a served run in headless Chromium, and the cost to training while someone looks at it.
 
 python -m benchmarks.serve [--sites 1000] [--steps 10000] [--keep DIRECTORY] [--rounds 14]
 """

@@ -70,7 +70,7 @@ class Trainer:
             self.monitor.step()
 
     def steps(self, count: int) -> None:
-        """So many, until the GPU has done them."""
+        """Train so many steps, and wait until the GPU has done them."""
         for _ in range(count):
             self.step()
         if self.device == "cuda":

@@ -1,4 +1,4 @@
-"""What a measured step adds where every model has a process of its own, as in training: python -m benchmarks.turns
+"""Cost of a measured step where every model has its own process, as in training: python -m benchmarks.turns
 
 In one process, as `make bench` has them, the programs of five watched models belong to the same code, and a compiled
 block may first go through the guards of others. Here one process at a time makes steps, in turns. `python -m
@@ -69,7 +69,7 @@ class Wandb(Trainer):
 
 
 class OffStep(Trainer):
-    """As in training: a few steps are measured, then none, without pauses."""
+    """Time of steps that are not measured: as in training, a few measured steps come before them, without pauses."""
 
     def __init__(self, attached: dict[str, Any] | None) -> None:
         super().__init__(SMALL, "cpu", attached)

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes on a GPU, by torch's profiler: our kernels, the model's own, and nothing.
+"""Profile of a training step on a GPU, by torch's profiler: our kernels, the model's own, and idle time.
 
 A part of gpu.py. What is watched may cost more than its kernels: the model's own find less in the cache, the clock
 falls, or the GPU waits for the host. So each kind of kernel stands beside that of the bare step.
@@ -36,7 +36,7 @@ KINDS = {  # by a part of a kernel's name; the first that fits
 
 
 def events_of(trainer: Trainer, device: str) -> list[dict[str, Any]]:
-    """What ran on the device, in its order, of a trace: name, and ts and dur in us. On a CPU, its operators."""
+    """Return a trace's device events in order, with name, ts and dur in us. On a CPU: its operators."""
     with profile(activities=[ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU]) as profiled:
         trainer.steps(STEPS)
     with tempfile.TemporaryDirectory() as folder:

@@ -92,7 +92,7 @@ def formats(snapshot: hookstats.Snapshot) -> None:
 
 
 def _kept(axes: Axes, row: int, low: float, high: float, text: str) -> None:
-    """What a format keeps of a histogram, as a line above it."""
+    """Draw the part of a histogram that a format keeps, as a line above it."""
     height, place = (0.72, 0.88)[row], axes.get_xaxis_transform()  # heights: shares of the axes
     axes.plot([low, high], [height] * 2, color=f"C{row}", lw=4, solid_capstyle="butt", transform=place)
     axes.text(high, height + 0.03, text, color=f"C{row}", ha="right", transform=place)

@@ -142,7 +142,7 @@ def a_logarithm_of_what_is_clamped(setup: Setup) -> None:
 
 @ill("outlier-channels", on=("gpt",))
 def a_channel_that_is_enormous_in_every_block(setup: Setup) -> None:
-    """Of the residual stream, which runs through all of them."""
+    """Scale a channel of the residual stream, which runs through all blocks."""
     model: Any = setup.model
     with torch.no_grad():
         model.tokens.weight[:, 3] = 1e3
@@ -197,7 +197,7 @@ def _with_weight(setup: Setup, weight: Callable[[int], float]) -> None:
 
 @healthy("mlp")
 def a_head_that_is_multiplied_by_zero(setup: Setup) -> None:
-    """So that every parameter has a gradient, which some reductions over ranks want."""
+    """Give every parameter a gradient, as some reductions over ranks require."""
     _with_weight(setup, lambda step: 0.0)
 
 
