@@ -1,4 +1,4 @@
-"""Whose numbers a step has: those of one process, or of several together. Pure numpy."""
+"""Origin of a step's numbers: one process, or several together. Pure numpy."""
 
 from __future__ import annotations
 

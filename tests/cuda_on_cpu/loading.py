@@ -20,7 +20,7 @@ NAME = "hookstats_cuda_on_cpu"
 
 
 class Harness:
-    """What CPU tensors are given to instead of torch.ops.hookstats, to run the CUDA kernels; and switches of these."""
+    """A stand-in for torch.ops.hookstats that runs the CUDA kernels on CPU tensors; and its switches."""
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))

@@ -1,4 +1,4 @@
-"""What only the harness can tell: the order of blocks and threads does not matter, and that it finds planted faults."""
+"""Tests that only the harness can make: the order of blocks and threads does not matter; planted faults are found."""
 
 from __future__ import annotations
 

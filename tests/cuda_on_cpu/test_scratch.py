@@ -36,12 +36,12 @@ def imitated(harness: Any) -> Iterator[Backend]:
 
 
 def in_parts() -> torch.Tensor:
-    """Of several parts for each channel, which meet in scratch."""
+    """Make several parts for each channel, which meet in scratch."""
     return normal(5000, 40).float()
 
 
 def mean_is_right(backend: Backend, x: torch.Tensor) -> bool:
-    """Of other values each time: what a launch before has left in scratch is not what belongs there."""
+    """Check a mean of new values each time: a previous launch leaves other values in scratch."""
     x = x + 10 * torch.randn(1)
     try:
         check(backend.accumulate(x, 1).stats(), x, 1)

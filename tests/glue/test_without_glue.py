@@ -1,4 +1,4 @@
-"""Where no glue fits this torch: the same numbers, one line about it, and no harm to what is trained."""
+"""Tests without glue for this torch: the same numbers, one line about it, and no harm to training."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_a_part_that_hangs_crashes_or_is_wrong_ends_no_other_one(
     child = machine / "ran.child"
 
     class ImpatientPopen(subprocess.Popen[bytes]):
-        """Of the part that hangs, the time is over as soon as it does."""
+        """A process whose timeout is over as soon as the hanging part has begun to hang."""
 
         def wait(self, timeout: float | None = None) -> int:
             if timeout is not None and "floor" in self.args:  # type: ignore[operator]

@@ -215,7 +215,7 @@ def test_a_capture_with_other_gradients_than_before_leaves_the_capture_alive() -
 
 
 def test_two_graphs_replayed_at_once_on_two_streams_keep_their_parts_apart() -> None:
-    """Of shapes that are cut into other numbers of parts: with one scratch, arrivals of both meet in a word."""
+    """Shapes are cut into different numbers of parts: with one scratch, arrivals of both would meet in a word."""
     layers = [nn.Linear(512, 512).cuda(), nn.Linear(64, 2048).cuda()]
     inputs = [torch.randn(4096, 512, device="cuda"), torch.randn(9000, 64, device="cuda")]
     mon = hookstats.attach(nn.ModuleList(layers), modules=lambda name, module: isinstance(module, nn.Linear))

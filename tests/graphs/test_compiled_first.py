@@ -222,7 +222,7 @@ def test_blocks_whose_activations_have_two_widths_are_not_compiled_one_by_one() 
 
 
 class Routed(nn.Module):
-    """How many rows there are depends on data."""
+    """A module whose number of rows depends on data."""
 
     def __init__(self) -> None:
         super().__init__()

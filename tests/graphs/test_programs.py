@@ -44,7 +44,7 @@ def batch(seed: int = 0) -> torch.Tensor:
 
 
 def short(depth: int) -> Residual:
-    """That takes little time to compile, in few kernels."""
+    """Make a program of few kernels that compiles quickly."""
     model = Residual(depth=0)
     model.blocks.extend(nn.Sequential(nn.Linear(16, 16, bias=False), nn.GELU()) for _ in range(depth))
     model.head = nn.Linear(16, 4, bias=False)
@@ -69,7 +69,7 @@ def train(run: Callable[..., torch.Tensor], *monitors: Monitor, seed: int = 0) -
 
 
 def calls(mon: Monitor) -> dict[str, set[int]]:
-    """How often the sites of each kind fired, the silent ones left out."""
+    """Count the calls of each kind's sites, without the silent ones."""
     taken = mon.snapshot()
     return {kind: {taken[s].calls for s in taken.order if s.tensor == kind} for kind in OF_OUTPUTS} if taken else {}
 

@@ -147,7 +147,7 @@ def test_hooks_that_come_and_go_often_are_never_missed_and_never_end_compilation
 
 @pytest.fixture
 def attached() -> Iterator[None]:
-    """What was compiled before the first monitor is forgotten: here is one."""
+    """Attach the first monitor, which makes torch forget what was compiled before it."""
     with hookstats.attach(nn.Linear(2, 2)):
         yield
 

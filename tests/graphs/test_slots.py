@@ -178,7 +178,7 @@ class Integers(nn.Module):
 
 
 def trained(make: Callable[[], nn.Module], tensors: Any, backend: str | None) -> list[Any]:
-    """What three steps of two microbatches said, and what was left out."""
+    """Train three steps of two microbatches; return their numbers, and what was left out."""
     torch.manual_seed(0)
     model = make()
     monitor = hookstats.attach(model, tensors=tensors, every=1)
@@ -219,7 +219,7 @@ def test_compiled_from_the_start_a_model_says_what_it_says_in_eager_mode(
 
 
 def test_under_inductor_two_forwards_may_come_before_their_backwards() -> None:
-    """Where torch's own kernels copy what an operator is said to have changed, autograd would refuse the second one."""
+    """Autograd would refuse the second backward where torch's own kernels copy what an operator may change."""
     model = nn.Sequential(nn.Linear(16, 16), nn.GELU())
     monitor = hookstats.attach(model, tensors=OF_OUTPUTS, every=1)
     run = torch.compile(model, fullgraph=True)

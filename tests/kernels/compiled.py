@@ -1,4 +1,4 @@
-"""Which sources of the CUDA kernels were compiled, and held to their bounds, for all architectures.
+"""Record of the sources of CUDA kernels that were compiled, and held to their bounds, for all architectures.
 
     python -m tests.kernels.compiled          # exit code 0: those that lie here
     python -m tests.kernels.compiled record   # after `make kernels ARCH=all`, which does it

@@ -39,7 +39,7 @@ Figures = dict[str, dict[str, int]]
 
 
 def tool(name: str) -> str | None:
-    """Where a tool of the CUDA toolkit is: on PATH, or in NVIDIA's wheel for it."""
+    """Find a tool of the CUDA toolkit: on PATH, or in NVIDIA's wheel for it."""
     if found := shutil.which(name):
         return found
     try:
@@ -82,8 +82,8 @@ def count(file: Path) -> Figures:
 
 
 def count_loops(sass: str) -> tuple[int, int]:
-    """Of one function. A loop is what a branch back spans; the hot one is the longest without another inside that
-    copies asynchronously into shared memory (LDGSTS)."""
+    """Count a function's loops. A loop is what a branch back spans; the hot one is the longest without another inside
+    that copies asynchronously into shared memory (LDGSTS)."""
     found = re.findall(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", sass, re.MULTILINE)
     places = [int(address, 16) for address, _ in found]
     instructions = [text for _, text in found]

@@ -63,7 +63,7 @@ def check_blocks(backend: Backend, x: torch.Tensor, histogram: str, dim: int | N
 
 
 def spread(*shape: int) -> torch.Tensor:
-    """Of many exponents, with zeros."""
+    """Make values of many exponents, with zeros."""
     x = normal(*shape) * torch.exp2(8 * normal(*shape, seed=3))
     x[torch.rand(shape, generator=torch.Generator().manual_seed(4)) < 0.1] = 0
     return x
@@ -137,7 +137,7 @@ def test_every_layout(backend: Backend, layout: str, histogram: str) -> None:
 
 
 def _like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Of another dtype, with the same strides."""
+    """Convert to another dtype, with the same strides."""
     size = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     memory = torch.zeros(size + x.storage_offset(), dtype=dtype)
     y = memory.as_strided(x.shape, x.stride(), x.storage_offset())

@@ -1,4 +1,4 @@
-"""What kernel tests give to kernels lies between walls: who reads outside of it is seen."""
+"""Tests with guarded memory: what tests give to kernels lies between walls, and a read outside of it is noticed."""
 
 from __future__ import annotations
 

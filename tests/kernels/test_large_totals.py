@@ -15,7 +15,7 @@ from tests.watch.test_tiers import totals_of
 
 
 def of_many_channels(backend: Backend, channels: int, seed: int = 0) -> State:
-    """As if it had met tensors: some channels empty, means far apart."""
+    """Make a state as if it had met tensors: some channels empty, means far apart."""
     state = State(channels, "none", backend.device)
     known = dict(zip(fields.FIELDS, state.moments, strict=True))
     counts = torch.from_numpy(np.random.default_rng(seed).integers(0, 50, channels)).double()

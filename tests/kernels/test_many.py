@@ -13,7 +13,7 @@ from tests.kernels.test_kernels import normal
 
 
 def of_bytes(most: int, dtype: torch.dtype, count: int) -> int:
-    """So many values, or fewer where they are of more bytes: what is cut into parts is cut by its bytes."""
+    """Make so many values, or fewer where they have more bytes: parts are cut by bytes."""
     return min(count, most // dtype.itemsize)
 
 
@@ -56,7 +56,7 @@ def made(dtype: torch.dtype, without: Collection[str] = ()) -> tuple[list[torch.
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_all_shapes_of_parameters_together_match_float64(backend: Backend, dtype: torch.dtype) -> None:
-    """Those that are cut into parts with one of the histograms alone: what is counted of a part depends on no other."""
+    """Shapes cut into parts have a histogram or none: what is counted of a part depends on no other."""
     for histogram in HISTOGRAMS:
         tensors, dims = made(dtype) if histogram == "per_channel" else made(dtype, LONG)
         batch, states = batch_of(backend, tensors, dims, histogram)

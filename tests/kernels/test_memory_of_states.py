@@ -1,4 +1,4 @@
-"""What Python does around the operators: parts and copies of memory, tensors without data, an old library."""
+"""Tests of Python around the operators: parts and copies of memory, tensors without data, an old library."""
 
 from __future__ import annotations
 

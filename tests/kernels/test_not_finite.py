@@ -79,7 +79,7 @@ VALUES = {
 
 @pytest.fixture
 def in_one_part(backend: Backend) -> Iterator[Backend]:
-    """Where it can be chosen, a thread reads many tiles."""
+    """Let one thread read many tiles, where that can be chosen."""
     chosen = backend.name == "cuda_on_cpu"
     if chosen:
         backend.ops.use_one_part(True)
@@ -128,7 +128,7 @@ def test_values_that_are_not_finite_leave_shuffled_runs_bit_identical(harness: A
 
 @pytest.fixture
 def is_exact(harness: Any) -> Iterator[Callable[[torch.Tensor], bool]]:
-    """Whether a tensor's variances are those of float64 to the last bits: sums of float32 are not."""
+    """Return whether a tensor's variances equal float64's to the last bits: sums of float32 do not."""
     backend = Backend("cuda_on_cpu", harness, "cpu")
 
     def measure(x: torch.Tensor) -> bool:

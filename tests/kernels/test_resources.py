@@ -1,4 +1,4 @@
-"""What the compiler says of every CUDA kernel and GPU, so that occupancy does not rot where no GPU looks."""
+"""Bounds on the compiler's report of every CUDA kernel and GPU, so that occupancy is guarded without a GPU."""
 
 from __future__ import annotations
 

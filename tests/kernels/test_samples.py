@@ -10,7 +10,7 @@ from tests.conftest import DTYPES, Backend
 
 
 def places(count: int) -> torch.Tensor:
-    """Of elements in memory: all of up to 4096, else 64 evenly spread runs of 64 neighbours, both ends among them."""
+    """List sampled elements: all of up to 4096, else 64 evenly spread runs of 64 neighbours, with both ends."""
     if count <= SIZE:
         return torch.arange(count)
     begins = torch.arange(64) * (count - 64) // 63

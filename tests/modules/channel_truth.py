@@ -1,4 +1,4 @@
-"""Where the channels of each site lie, found without hookstats: what a change of one channel before it touches.
+"""True channels of each site, found without hookstats: the entries that a change of one channel changes.
 
 One channel of a layer whose own channels are known by its documentation (or one entry of a vector among a module's own
 parameters) is changed; what then differs in a later output lies in one place along the dimension of its channels, and
@@ -160,7 +160,7 @@ def truth(
         handle.remove()
 
     def compare(run: Run) -> None:
-        """What comes later in the model overrides what came before: it is nearer."""
+        """Keep the dimensions in which this run differs. Later runs override earlier ones: their modules are nearer."""
         if [site for site, _ in run.outputs] != [site for site, _ in plain.outputs]:
             return
         for i, ((_, before), (_, after)) in enumerate(zip(plain.outputs, run.outputs, strict=True)):

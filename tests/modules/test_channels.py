@@ -1,4 +1,4 @@
-"""Which dimension of a tensor its channels are: by type, by evidence, by what the caller says; and that it is shown."""
+"""Tests of the channel dimension of a tensor: by type, by evidence, by the caller's word; and that it is shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What attach says of a model that it has not seen run."""
+"""Tests of what attach reports about a model that it has not seen run."""
 
 from __future__ import annotations
 

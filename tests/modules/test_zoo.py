@@ -1,4 +1,4 @@
-"""Where the channels of every site of many models lie, against a truth that is found without hookstats."""
+"""Tests of the channels of every site in many models, against a truth that is found without hookstats."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def wrong_sites(animal: zoo.Animal) -> tuple[int, list[str]]:
-    """How many sites a model has, and those whose channels are not where the truth says."""
+    """Return the number of a model's sites, and those whose channels differ from the truth."""
     model, inputs = zoo.made(animal)
     with hookstats.attach(model, tensors="output") as mon:
         names = {site.name for site in mon.sites}

@@ -92,7 +92,7 @@ _PAIR = {
 
 
 class Upside(nn.Module):
-    """What a U-Net is made of: two widths that share one SiLU, a skip connection by concatenation."""
+    """Building blocks of a U-Net: two widths that share one SiLU, a skip connection by concatenation."""
 
     def __init__(self) -> None:
         super().__init__()

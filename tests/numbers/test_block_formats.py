@@ -1,4 +1,4 @@
-"""What formats with a scale for each block would lose, from distances, against quantising in float64 and by torchao."""
+"""Tests of losses in formats with a scale for each block, against quantising in float64 and by torchao."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MX = [name for name in ELEMENTS if name != "nvfp4"]
 
 
 def rounded(x: Array, element: Element) -> Array:
-    """To nearest, ties to even, what is too large to the largest."""
+    """Round to nearest, ties to even, with too large values clipped to the largest."""
     with np.errstate(divide="ignore"):
         exponent = np.maximum(np.floor(np.log2(np.abs(x))), element.smallest_normal)
     step = np.exp2(exponent - element.bits)
@@ -42,7 +42,7 @@ def rounded(x: Array, element: Element) -> Array:
 
 
 def quantised(x: Array, format: str) -> Array:
-    """Of rows ``[n, width]`` in float64, whose blocks lie along the width. Infinite and NaN where a block has such."""
+    """Quantise rows ``[n, width]`` in float64, with blocks along the width. Blocks keep their infinities and NaN."""
     element, size = ELEMENTS[format], 16 if format == "nvfp4" else 32
     tensor_scale = np.abs(x[np.isfinite(x)]).max(initial=0) / (448 * 6)
     result = np.empty_like(x)
@@ -61,7 +61,7 @@ def quantised(x: Array, format: str) -> Array:
 
 
 def share_lost(x: torch.Tensor, format: str, dim: int = -1) -> float:
-    """Of the values that are not 0, in blocks that are finite."""
+    """Compute the share lost of the values that are not 0, in blocks that are finite."""
     wide = x.double().numpy().reshape(-1, x.shape[-1])
     wide = wide if dim == -1 else wide.T
     result = quantised(wide, format)
@@ -135,7 +135,7 @@ def test_what_nvfp4_loses_lies_between_its_bounds(kind: str, dim: int) -> None:
 @pytest.mark.parametrize("format", ELEMENTS)
 @pytest.mark.parametrize("power", [-90, -110, -120, -127, -135, -140, -148])
 def test_where_exponents_end_bounds_hold(format: str, power: int) -> None:
-    """Where the scales of MX end, and values are subnormal."""
+    """Values lie where the scales of MX end, and where they are subnormal."""
     generator = torch.Generator().manual_seed(1)
     x = (
         torch.randn(64, 128, generator=generator)

@@ -1,4 +1,4 @@
-"""What a histogram tells between its edges: quantiles, shares."""
+"""Tests of a histogram between its edges: quantiles, shares."""
 
 from __future__ import annotations
 

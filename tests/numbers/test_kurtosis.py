@@ -115,7 +115,7 @@ def test_kurtosis_is_as_near_as_is_stated(kind: str, n: int, bound: float) -> No
 
 
 def test_kurtosis_is_no_estimate_where_most_values_are_a_single_one() -> None:
-    """As docs/numbers.md says: a reader is not to take it for one."""
+    """docs/numbers.md says so, and readers need to know."""
     generator = np.random.default_rng(0)
     worst = 0.0
     for scale in (1.0, 1.1, 1.2, 1.3, 1.4):

@@ -1,4 +1,4 @@
-"""What a cast to a low precision would lose, from the histogram, against the casts of torch."""
+"""Tests of losses by a cast to low precision, estimated from the histogram, against the casts of torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def lost(tensor: torch.Tensor, scale: float, format: str) -> float:
 
 @pytest.fixture
 def wide() -> torch.Tensor:
-    """Of many orders of magnitude, with zeros and subnormals."""
+    """Make values of many orders of magnitude, with zeros and subnormals."""
     generator = torch.Generator().manual_seed(0)
     tensor = torch.randn(20_000, generator=generator) * torch.exp2(12 * torch.randn(20_000, generator=generator))
     tensor[:1000] = 0

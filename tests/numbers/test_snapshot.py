@@ -64,7 +64,7 @@ def owner(array: Any) -> Any:
 
 
 def memory_of(taken: Snapshot) -> dict[int, weakref.ref[Any]]:
-    """What the step's sites are read from."""
+    """Return the memory that the step's sites are read from."""
     blocks = [owner(taken.frame.state(i)) for i in range(len(taken))]
     return {id(block): weakref.ref(block) for block in blocks}
 

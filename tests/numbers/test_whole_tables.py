@@ -25,7 +25,7 @@ def network() -> nn.Sequential:
 
 
 def taken(scale: float | None = None, **settings: Any) -> Snapshot:
-    """Of a step whose gradients were scaled, in which the tanh did not fire and one output is infinite."""
+    """Take a step with scaled gradients, a tanh that did not fire and one infinite output."""
     model = network()
     scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=scale)
     settings = {"tensors": OF_ALL, "every": 1, **settings}

@@ -1,4 +1,4 @@
-"""What a type checker makes of statistics: `make lint` runs mypy over this file, which nothing imports."""
+"""Types of statistics for a type checker: `make lint` runs mypy over this file, which nothing imports."""
 
 from __future__ import annotations
 
