@@ -219,7 +219,7 @@ def test_a_gradient_that_does_not_come_or_is_0_is_named_and_all_that_are_0_prove
 
 
 def test_rows_without_a_gradient_are_no_channels() -> None:
-    """As many rows as channels, of which half are padding: what rounding explains is measured along the channels."""
+    """The number of rows equals that of channels, half are padding: rounding is measured along the channels."""
     torch.manual_seed(0)
     model, x, mask = (
         nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 1)),

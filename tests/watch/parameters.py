@@ -1,4 +1,4 @@
-"""What the tests of parameters and of optimizers share."""
+"""Shared code of the tests of parameters and of optimizers."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def batch() -> torch.Tensor:
 
 
 def gradients_without_a_scaler() -> Tensors:
-    """Of every module's output, by plain hooks, in float64."""
+    """Return the gradients of every module's output, by plain hooks, in float64."""
     model, found = network().double(), {}
 
     def keep(name: str) -> Any:

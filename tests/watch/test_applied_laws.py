@@ -26,7 +26,7 @@ def laws(
     steps: int = 3,
     **attached: Any,
 ) -> tuple[Any, list[Any]]:
-    """What is said after some steps, and what was found; path: of the recording."""
+    """Train some steps and return the warnings and findings; path: the recording's."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 5, bias=False))
     own = optimizer(model.parameters(), 1e-2)

@@ -1,4 +1,4 @@
-"""What attach watches, what the numbers are, and that training does not notice."""
+"""Tests of attach: the watched sites, their numbers, and that training does not notice."""
 
 from __future__ import annotations
 

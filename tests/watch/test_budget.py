@@ -38,7 +38,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
 def trained(
     clock: Clock, budget: float, cost: Callable[[int], float], steps: int, step_takes: float = 1000.0
 ) -> tuple[hookstats.Monitor, list[int]]:
-    """Of each step the rows that were read, 0 where it was not measured. cost: of a measured step, of so many rows."""
+    """Return the rows read in each step, 0 where it was not measured. cost: of a measured step, of so many rows."""
 
     def measuring(snapshot: hookstats.Snapshot) -> None:
         clock.now += cost(snapshot.rows)
@@ -121,7 +121,7 @@ def test_what_it_chooses_is_not_given_beside_it(given: dict[str, Any]) -> None:
 
 
 def of_a_rank(rank: int, world: int) -> tuple[float, float]:
-    """Of two ranks, of which one takes twice as long for measuring."""
+    """Train on two ranks, one of which takes twice as long for measuring."""
     clock = Clock()
     time.perf_counter = clock
     model = nn.Sequential(nn.Linear(16, 16))

@@ -20,7 +20,7 @@ STRICT = Options(strict=True)
 
 
 class Counting(nn.Module):
-    """As torchtitan's mixtures: forward counts the tokens of each expert, an optimizer's own hook takes them."""
+    """A module like torchtitan's mixtures: forward counts each expert's tokens, an optimizer's own hook takes them."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ def test_training_does_not_change_by_one_bit(compiled: bool) -> None:
 
 
 def with_buffers() -> nn.Module:
-    """Of all sorts: those that have a sample, and others."""
+    """Make a module with all sorts of buffers: those that have a sample, and others."""
     model: Any = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
     model.register_buffer("inv_freq", torch.rand(5), persistent=False)
     model.register_buffer("freqs_cis", torch.polar(torch.ones(3, 4), torch.rand(3, 4)))

@@ -1,4 +1,4 @@
-"""What hooks, taps, optimizers and step() do while a CUDA graph is captured: on a CPU that says that one is."""
+"""Tests of hooks, taps, optimizers and step() during the capture of a CUDA graph, which a CPU pretends."""
 
 from __future__ import annotations
 

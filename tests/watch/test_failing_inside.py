@@ -1,4 +1,4 @@
-"""What fails inside hookstats, as it is attached or a step is delivered: nothing is left behind, and no step ends."""
+"""Tests of failures inside hookstats, in attach or delivery: nothing is left behind, and no step ends."""
 
 from __future__ import annotations
 

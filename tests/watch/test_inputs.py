@@ -22,7 +22,7 @@ INPUTS = ("input", "grad_input")
 
 
 def gradients(fn: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Of the sum of squares of fn's output, by plain autograd."""
+    """Compute the gradients of the sum of squares of fn's output, by plain autograd."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     return torch.autograd.grad(fn(*leaves).square().sum(), leaves)
 
@@ -312,7 +312,7 @@ def test_a_model_that_is_compiled_before_it_ever_ran_shows_its_widths_and_contai
 
 
 class Custom(nn.Module):
-    """What it does is given."""
+    """A module that runs a given function."""
 
     def __init__(self, fn: Any) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ from tests.frames import Part, Row, layout_of, snapshot_of
 
 
 class Copied(NamedTuple):
-    """What was copied of a step."""
+    """The buffers copied from a step."""
 
     rows: list[Row]
     bins: Bins | None

@@ -33,7 +33,7 @@ def batch(seed: int) -> torch.Tensor:
 
 
 def own_gradients(seeds: list[int]) -> dict[str, list[torch.Tensor]]:
-    """Of a backward each."""
+    """Return each seed's gradients, from a backward each."""
     found: dict[str, list[torch.Tensor]] = {}
     for seed in seeds:
         model = network()
@@ -101,7 +101,7 @@ def test_what_autograd_is_asked_for_is_no_backward_and_new_parameters_are_watche
 
 
 def raise_in_backward(model: nn.Module) -> None:
-    """As training's own hooks may."""
+    """Raise in backward, as training's own hooks may."""
 
     def fail(gradient: torch.Tensor) -> None:
         raise ZeroDivisionError

@@ -1,4 +1,4 @@
-"""What fails at one site is left out there, is counted, and concerns no other site, thread or monitor."""
+"""Tests of failures at one site: it is left out and counted, and no other site, thread or monitor is affected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks measure: gradients that are clipped, buffers, optimizers' states, blocks.
+"""Tests of measurements by ranks: gradients that are clipped, buffers, optimizers' states, blocks.
 
 In one file, so that one process imports for all of them what ranks need.
 """

@@ -51,7 +51,7 @@ def test_each_parameter_is_what_its_own_optimizer_is_given() -> None:
 
 
 def work_of_a_step(monkeypatch: pytest.MonkeyPatch, layers: int) -> tuple[int, int]:
-    """Of the third step: how often a parameter was looked up, and how many entries the extension was given."""
+    """Count, in the third step, the look-ups of parameters and the entries given to the extension."""
     work = [0, 0]
     get, batch = parameters.Parameter.get, _native.Batch
 

@@ -1,4 +1,4 @@
-"""When an optimizer steps: whose gradients are read, as they are then, and by how much it changed the weights."""
+"""Tests of optimizers' steps: which gradients are read, at which moment, and by how much the weights changed."""
 
 from __future__ import annotations
 

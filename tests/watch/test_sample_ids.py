@@ -190,7 +190,7 @@ class Rows(nn.Module):
 
 
 def judged(batches: list[torch.Tensor], ids: list[int], rule: str = "loss-spike", by_row: bool = False) -> Finding:
-    """What is said of the samples of a step of these microbatches."""
+    """Judge the samples of a step of these microbatches."""
     net = Rows(by_row)
     net.monitor = hookstats.attach(net, every=1, tensors="output")
     for batch in batches:

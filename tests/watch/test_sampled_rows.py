@@ -19,7 +19,7 @@ WHOLE = 10  # measured steps that are read in full, at the beginning and after a
 
 
 def measured(x: torch.Tensor, channel_dim: int, rows: int = 8, steps: int = WHOLE + 8) -> list[Any]:
-    """What is read of a module's output in the steps that are sampled, by the row at which each begins."""
+    """Return the rows read of a module's output in sampled steps, by the row at which each begins."""
     model = nn.Sequential(nn.Identity())
     channels = hookstats.Channels(dim=channel_dim)
     with hookstats.attach(model, ["0"], tensors="output", channels=channels, every=1, rows=rows) as monitor:
@@ -299,7 +299,7 @@ def test_nothing_is_warned_of() -> None:
 
 
 def findings_of(step_of: Callable[[nn.Module, torch.optim.Optimizer], torch.Tensor], steps: int) -> set[str]:
-    """Of a training on 128 rows in each step, of which 16 are read."""
+    """Return the findings of a training on 128 rows in each step, of which 16 are read."""
     torch.manual_seed(0)
     model, snapshots = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)), list[hookstats.Snapshot]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

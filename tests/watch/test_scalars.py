@@ -87,7 +87,7 @@ def test_a_tensor_that_is_overwritten_afterwards_is_kept_as_it_was(kind: torch.d
 
 
 class NotOnTheCpu(torch.Tensor):
-    """As a tensor of a GPU: it is not to be read on the host before its step has arrived."""
+    """A tensor like a GPU's: the host must not read it before its step has arrived."""
 
     is_cpu = False  # type: ignore[assignment]
 

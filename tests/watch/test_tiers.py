@@ -25,7 +25,7 @@ WORDS = len(fields.FIELDS) + _native.COUNTERS
 
 
 def totals_of(backend: Backend, states: list[State]) -> tuple[np.ndarray[Any, Any], list[list[int]]]:
-    """Of each site: fields [sites, fields], and counters."""
+    """Return each site's fields [sites, fields] and counters."""
     out = backend.totals([s.moments for s in states], [s.counters for s in states]).take([]).cpu()
     assert out.shape == (len(states), WORDS)
     moments = out[:, : len(fields.FIELDS)].contiguous().view(torch.float64).numpy()
@@ -206,7 +206,7 @@ def run(model: nn.Module, seed: int = 0, *shape: int) -> torch.Tensor:
 
 
 def whole(snapshot: Snapshot) -> bool:
-    """Whether channels and histograms are there; True and False alike for all sites."""
+    """Return whether channels and histograms are there; all sites must agree."""
     (answer,) = {(stats.channels is not None, stats.histogram is not None) for stats in snapshot.values()}
     assert answer in ((True, True), (False, False))
     return answer[0]

@@ -112,7 +112,7 @@ class Plain:
         self.channel_dims[name, kind] = channel_dim
 
     def parameters(self, model: nn.Module) -> None:
-        """To be called before the optimizer steps."""
+        """Keep the parameters and their gradients; call before the optimizer steps."""
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
             module = model.get_submodule(name.rpartition(".")[0])

@@ -50,7 +50,7 @@ def check_total(stats: hookstats.results.SiteStats, tensors: list[torch.Tensor])
 
 
 def test_a_step_in_which_channels_are_found_in_another_dimension_has_its_totals() -> None:
-    """Of as many channels as the other dimension has entries: only the second tensor shows where they are."""
+    """Both dimensions have as many entries: only the second tensor shows where the channels are."""
     model = nn.Tanh()
     mon = watch(model, ExponentBins(), tensors=("output",))
     first, second = draw(4, 3, 3), draw(4, 3, 2)
