@@ -24,7 +24,7 @@ from tests.rules.test_guards import step_of
 
 
 def steps(sizes: list[dict[str, float]], tensor: str = "output") -> list[Snapshot]:
-    """Of each step, what a module's output holds throughout."""
+    """Make steps, each with a module's output that holds one value throughout."""
     return [
         step_of(number, {(name, tensor): size * torch.ones(4, 2) for name, size in each.items()})
         for number, each in enumerate(sizes)

@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 
 def findings(after: Callable[[Net, int], None], every: int = 1, zero: bool = False) -> list[Finding]:
-    """Those of a training in which something is done after each step."""
+    """Train, do something after each step, and return the findings."""
     torch.manual_seed(0)
     model, snapshots = Net().train(), list[Snapshot]()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -1,4 +1,4 @@
-"""What is in order although it looks ill: each rule's guards, on steps that a model of one tensor puts out."""
+"""Tests of each rule's guards: healthy steps that look ill, as a model of one tensor puts them out."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def findings(*given: Any, **how: Any) -> list[Finding]:
 
 
 def of_groups(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """As those who step matrices by one optimizer, and all else by another."""
+    """Step matrices by one optimizer, and all else by another, as some trainers do."""
     matrices = [each for each in model.parameters() if each.dim() > 1]
     others = [each for each in model.parameters() if each.dim() < 2]
     return [torch.optim.SGD(matrices, 1e-3), torch.optim.AdamW(others, 1e-3)]

@@ -17,7 +17,7 @@ def one_seed(one_thread: None) -> None:
 
 
 def named(snapshots: list[Snapshot], rule: str) -> list[Finding]:
-    """Those of a rule, by the default ones."""
+    """Return the findings of one rule, of all default ones."""
     found = [finding for finding in rules.judge(snapshots) if finding.rule == rule]
     for finding in found:
         assert finding.step in range(len(snapshots))

@@ -1,4 +1,4 @@
-"""What a sink that judges is given, and what a monitor does with what it finds."""
+"""Tests of a judging sink's input, and of what a monitor does with its findings."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Recorder:
 
 
 class Half(nn.Module):
-    """Of its three layers one gets no gradient, and one is never called."""
+    """A model whose three layers include one without a gradient and one that is never called."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -60,7 +60,7 @@ def snapshots_of(
 
 
 def times(model: nn.Module, name: str, factor: float, since: int = 0) -> Callable[[int], None]:
-    """What multiplies the gradients of a module's parameters from a step on."""
+    """Multiply the gradients of a module's parameters from a step on."""
     now = [1.0]
     for parameter in model.get_submodule(name).parameters():
         parameter.register_hook(lambda gradient: gradient * now[0])
@@ -100,7 +100,7 @@ def test_what_is_so_from_the_start_is_found_too_and_may_be_declared() -> None:
 
 
 class Residual(nn.Module):
-    """What its last layer adds to a stream that a norm reads has no sum over the channels."""
+    """A model whose last layer adds to a stream that a norm reads: it has no sum over the channels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Residual(nn.Module):
 
 
 def in_channels(model: nn.Module, name: str, change: Callable[[torch.Tensor], None], since: int = 20) -> Any:
-    """What changes the gradient of a parameter from a step on."""
+    """Change the gradient of a parameter from a step on."""
     now = [False]
 
     def hook(gradient: torch.Tensor) -> torch.Tensor:
@@ -329,7 +329,7 @@ def test_channels_of_one_gradient_that_are_clipped_by_value_are_no_factor() -> N
 
 
 def test_a_backward_that_reaches_no_parameter_is_not_judged() -> None:
-    """Of adversarial examples, of a gradient penalty: the gradient of the output came twice, the bias's once."""
+    """Adversarial examples and gradient penalties do so: the output's gradient came twice, the bias's once."""
     body, x, y = regression(0)
     healthy = nn.ModuleDict({"body": body, "other": nn.Linear(20, 3)})
 

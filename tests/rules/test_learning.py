@@ -1,4 +1,4 @@
-"""What people break most: nothing learns, or the data are wrong. Each training is truly ill, and has a healthy twin."""
+"""Tests of the most common mistakes: nothing learns, or the data are wrong. Each training has a healthy twin."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(
 
 
 def told(snapshots: list[Snapshot]) -> list[Finding]:
-    """What stands for itself, and is more than a note."""
+    """Return the findings that follow from no other and are more than a note."""
     return [each for each in judge(snapshots) if each.because is None and each.severity != "note"]
 
 

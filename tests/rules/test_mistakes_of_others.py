@@ -97,7 +97,7 @@ def test_a_logarithm_of_0_in_an_output_is_looked_for_there_where_the_loss_is_inf
 
 
 def of_input(rule: Any, inputs: list[torch.Tensor]) -> list[Finding]:
-    """What is said of what the model is given, a tensor a step."""
+    """Return the findings about the model's input, a tensor a step."""
     return judge([step_of(i, {("", "input"): x, ("0", "output"): x + i}) for i, x in enumerate(inputs)], [rule])
 
 

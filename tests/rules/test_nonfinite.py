@@ -1,4 +1,4 @@
-"""What is said of NaN: where it began as far as that was measured, in the data, the model, the loss or between."""
+"""Tests of NaN's reported origin, as far as it was measured: the data, the model, the loss or between."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def trained(
     steps: int = 21,
     **how: Any,
 ) -> list[Finding]:
-    """What is found in a training of a small model."""
+    """Train a small model and return the findings."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     optimizer = torch.optim.SGD(model.parameters(), 0.01)

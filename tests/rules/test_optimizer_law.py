@@ -1,4 +1,4 @@
-"""What a step does to an element is what the optimizer's formula makes of its gradient."""
+"""Tests of the optimizer law: a step changes an element as the optimizer's formula says."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_step_is_what_the_formula_says(name: str, dtype: torch.dtype) -> None:
 
 
 def with_hooks(make: Make, before: Callable[[Any], None], after: Callable[[Any], None] = lambda o: None) -> Make:
-    """What is done to an optimizer while it steps, behind our back."""
+    """Give an optimizer hooks that change something while it steps, without our knowledge."""
 
     def made(parameters: Any) -> torch.optim.Optimizer:
         optimizer = make(parameters)

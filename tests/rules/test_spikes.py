@@ -19,7 +19,7 @@ from tests.rules.test_guards import step_of
 def found_in(
     values: Iterable[float], rule: Rule | None = None, every: int = 1, moved: Mapping[int, float] | None = None
 ) -> list[Finding]:
-    """Of a loss's course. every: how often a step is measured. moved: from these steps on, the factor by which an
+    """Judge a loss's course. every: how often a step is measured. moved: from these steps on, the factor by which an
     output is larger; None: there is no output."""
     snapshots: list[Snapshot] = []
     earlier, size = {}, 1.0

@@ -1,4 +1,4 @@
-"""What a step has left of a parameter is what the next one finds: else something else has written it."""
+"""Tests of the step law: a parameter is the same after a step and at the next, else something else has written it."""
 
 from __future__ import annotations
 

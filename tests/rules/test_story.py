@@ -22,7 +22,7 @@ def deep(count: int) -> list:  # type: ignore[type-arg]
 
 
 def found(plan: dict[int, list[tuple[str, int | None, str]]], count: int = 40) -> list[Finding]:
-    """What a judge makes of findings (rule, site, severity), by step."""
+    """Judge findings (rule, site, severity), given by step."""
 
     def rule(step: Step) -> Iterator[Finding]:
         for name, site, severity in plan.get(step.number, []):

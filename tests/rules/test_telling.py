@@ -156,7 +156,7 @@ def test_the_first_tensor_with_nan_is_named_with_its_step_and_rank() -> None:
 
 
 class Root(nn.Module):
-    """Whose gradient is infinite at 0."""
+    """A square root, whose gradient is infinite at 0."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.sqrt()
@@ -220,7 +220,7 @@ def test_a_step_that_the_grad_scaler_skips_is_a_note_until_it_skips_too_many(ove
 
 
 def rows_of_the_page() -> dict[str, list[str]]:
-    """Of docs/rules.md: by rule, the other cells of its row."""
+    """Return the rows of docs/rules.md by rule: the other cells."""
     lines = (ROOT / "docs" / "rules.md").read_text().splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
     return {first.strip("`"): rest for first, *rest in cells}

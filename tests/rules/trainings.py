@@ -73,7 +73,7 @@ def mlp(activation: type[nn.Module] = nn.ReLU, depth: int = 3, width: int = 64) 
 
 
 class Block(nn.Module):
-    """Of a residual stream; what it adds is grown."""
+    """A block of a residual stream, with a growing contribution."""
 
     def __init__(self, width: int, gain: float, norm: bool) -> None:
         super().__init__()

@@ -127,7 +127,7 @@ def layers(*widths: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential
 
 
 class Coupling(nn.Module):
-    """Of a normalising flow: what a mask lets through scales and shifts the others."""
+    """Coupling layer of a normalising flow: the masked values scale and shift the others."""
 
     def __init__(self, mask: torch.Tensor) -> None:
         super().__init__()

@@ -78,7 +78,7 @@ def run(make: Maker, seed: int = 0) -> list[Snapshot]:
 
 
 def thinned(snapshots: list[Snapshot], every: int) -> list[Snapshot]:
-    """As if only every how manieth step had been measured; of the others their scalars are known."""
+    """Keep every n-th step as measured, and the scalars of all others."""
     kept, earlier = [], {}
     for snapshot in snapshots:
         if snapshot.step % every:
@@ -90,7 +90,7 @@ def thinned(snapshots: list[Snapshot], every: int) -> list[Snapshot]:
 
 
 def alarms(snapshots: list[Snapshot]) -> list[Finding]:
-    """What is worse than a note."""
+    """Return the findings that are worse than a note."""
     return [finding for finding in judge(snapshots) if finding.severity != "note"]
 
 
@@ -119,7 +119,7 @@ def plain(
 
 @cache
 def images() -> tuple[torch.Tensor, torch.Tensor]:
-    """Of digits, ``[n, 64]``, and their labels."""
+    """Return images of digits, ``[n, 64]``, and their labels."""
     return digits()
 
 

@@ -94,7 +94,7 @@ def truncated_backpropagation() -> Training:
 
 @unseen
 def double_descent() -> Training:
-    """As many parameters as data, a fifth of whose labels are wrong, trained until all are known by heart."""
+    """Train with as many parameters as data, a fifth of it mislabelled, until all are known by heart."""
     pixels, labels = some(100)
     labels = torch.where(torch.rand(100) < 0.2, torch.randint(10, (100,)), labels)
     model = layers(64, 200, 10)
