@@ -124,7 +124,7 @@ def taken(directory: Path) -> list[int]:
 
 
 def lost(directory: Path) -> int:
-    """How many steps the process has seen left out, for want of room, or since recording stopped."""
+    """Count the steps the process has seen left out, for want of room or since recording stopped."""
     return _logged(directory).count("lost")
 
 
@@ -193,7 +193,7 @@ def kill_all(process: subprocess.Popen[bytes], directory: Path, draw: np.random.
 
 
 def _are(pid: int, states: str) -> bool:
-    """Whether all its threads are in one of these states. One that has ended is in any."""
+    """Return whether all threads of a process are in one of these states. One that has ended is in any."""
     try:
         return all(_state(thread) in states for thread in Path(f"/proc/{pid}/task").iterdir())
     except (FileNotFoundError, ProcessLookupError):

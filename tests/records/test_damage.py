@@ -46,7 +46,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:hookstats")
 
 
 def leave(run: Path, steps: int, in_ring: int) -> Path:
-    """So many steps in two files of each table, some in a ring, and nobody who writes."""
+    """Leave so many steps in two files of each table, some in a ring, and no writer."""
     folder = run / "rank=0"
     folder.mkdir(parents=True)
     ring = Ring.create(folder / "ring.0001", 1 << 18)
@@ -114,7 +114,7 @@ def damage(path: Path, draw: np.random.Generator) -> None:
 
 
 def watched(run: Path) -> int:
-    """Of a run that nobody writes any more: it ends."""
+    """Watch a run that nobody writes any more, to its end."""
     looks = 0
 
     def wait(seconds: float) -> None:

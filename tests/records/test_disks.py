@@ -107,7 +107,7 @@ def test_a_disk_that_becomes_read_only_stops_the_recording_and_keeps_what_was_ta
 
 
 def test_a_disk_without_locks_is_recorded_to_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As NFS that is mounted with nolock, or whose lock server is gone."""
+    """Such is NFS that is mounted with nolock, or whose lock server is gone."""
 
     def refused(*_: Any) -> Any:
         raise OSError(errno.ENOLCK, "No locks available")

@@ -120,7 +120,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int, str]]:
-    """Of each kind of end: the run, the exit status of its process, and what that has printed."""
+    """Return for each kind of end the run, its process's exit status and its output."""
     scripts = {kind: _SCRIPT + how for kind, how in _HOW.items()}
     arguments = [str(tmp_path_factory.mktemp("ended")), json.dumps(scripts), json.dumps(_SIGNALS)]
     done = subprocess.run(

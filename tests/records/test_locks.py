@@ -1,4 +1,4 @@
-"""Who writes is seen to live until it lets go or ends, whatever else of its process opens the same files."""
+"""Tests of locks: a writer counts as alive until it lets go or ends, whatever else of its process opens the files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ print(is_training(Path(sys.argv[1]), 1, ELSEWHERE))
 
 
 def is_alive(folder: Path) -> bool:
-    """As a process of another container is told."""
+    """Ask as a process of another container does."""
     command = [sys.executable, "-c", _ASK, str(folder)]
     return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout == "True\n"
 

@@ -223,7 +223,7 @@ def test_a_training_run_is_kept_and_read_without_torch(tmp_path: Path) -> None:
 
 
 def test_all_closed_steps_stand_in_the_run_when_somebody_asks_for_it(tmp_path: Path) -> None:
-    """Those that are not measured, too, and each once though the next measured step brings them again."""
+    """Steps that are not measured count, too, and each once though the next measured step brings them again."""
     net = model()
     with hookstats.attach(net, every=5, sinks=[hookstats.record(tmp_path / "run", rules=[])]) as monitor:
         train(net, monitor, 8)
@@ -374,7 +374,7 @@ def test_a_small_disk_that_fills_up_keeps_what_was_taken(tmp_path: Path) -> None
 
 
 def python(code: str, *arguments: str) -> str:
-    """What it prints."""
+    """Run a script and return its output."""
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
     )

@@ -1,4 +1,4 @@
-"""What is left of a run that died is taken up whole, by `recover` or a run that goes on; nothing else is touched."""
+"""Tests of recovery: a dead run's rest is taken up whole by `recover` or a resumed run; nothing else is touched."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_that_is_resumed_goes_on_with_what_its_rules_remember(
     tmp_path: Path, counted: Path, damage: str | None
 ) -> None:
-    """Where that cannot be read, they begin with nothing."""
+    """Rules whose memory cannot be read begin with nothing."""
     shutil.copytree(counted, tmp_path / "run")
     if damage is not None:
         (tmp_path / "run" / "rank=0" / "rules.json").write_text(damage)
@@ -158,7 +158,7 @@ def test_recover_leaves_a_training_alone_that_had_no_step_yet(tmp_path: Path) ->
 
 
 def test_a_process_that_died_and_was_not_waited_for_is_dead(tmp_path: Path) -> None:
-    """As in a container whose first process waits for nobody."""
+    """The first process of a container may wait for nobody."""
     process = recorded.start(tmp_path / "run", pause=0.002)
     recorded.wait_for(lambda: len(recorded.taken(tmp_path / "run")) > 3)
     recorded.kill_all(process, tmp_path / "run")
@@ -285,5 +285,5 @@ print(os.waitpid(child, 0)[1])
 
 
 def test_a_worker_that_was_forked_may_forget_a_ring(tmp_path: Path) -> None:
-    """What it forgets is its own mapping, and nothing that lies there since."""
+    """It forgets its own mapping, and nothing written there since."""
     assert python(_FORKED, str(tmp_path / "ring")).split() == ["0"]

@@ -1,4 +1,4 @@
-"""What cannot be recorded, or not there, is refused with what was expected, and nothing is left behind."""
+"""Tests of refusals: what cannot be recorded, or is not there, gets an error and leaves nothing behind."""
 
 from __future__ import annotations
 

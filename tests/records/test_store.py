@@ -1,4 +1,4 @@
-"""What a store has committed is read as it was frame, bit for bit, whatever fails or dies while it is written."""
+"""Tests of commits: a committed frame is read back bit for bit, whatever fails or dies while it is written."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def drain(monitor: hookstats.Monitor, step: int, totals_only: bool = False, **sc
 
 
 def keep(directory: Path, steps: list[StepFrame], commit_each: int = 3, merge: bool = False) -> None:
-    """As attempt 0 of rank 0."""
+    """Write frames as attempt 0 of rank 0."""
     store = Store(directory / "rank=0")
     store.begin(0, {"model": "small"})
     for number, frame in enumerate(steps, start=1):
@@ -239,7 +239,7 @@ def test_merging_leaves_few_parts_and_sorts_totals_by_site_and_step(tmp_path: Pa
 
 
 class Failing(Undelayed):
-    """Of which one call fails: the n-th of those that reach a disk."""
+    """A file system of which one call fails: the n-th of those that reach a disk."""
 
     def __init__(self, at: int) -> None:
         self.at, self.calls = at, 0
@@ -261,12 +261,12 @@ class Failing(Undelayed):
 
 
 def ended(folder: Path) -> bool:
-    """Whether attempt 0 has ended."""
+    """Return whether attempt 0 has ended."""
     return (folder / "a0000.json").exists() and read_attempt(folder, 0).ended is not None
 
 
 def script(directory: Path) -> None:
-    """What a writer does, from wherever it was broken off."""
+    """Do a writer's work, from wherever it was broken off."""
     store = Store(directory / "rank=0")
     if not ended(directory / "rank=0"):
         store.begin(0, {})

@@ -150,7 +150,7 @@ class Browser:
             self.call("Input.dispatchKeyEvent", type=kind, **of, **more)
 
     def picture(self, path: Path, whole: bool = True, clip: dict[str, float] | None = None) -> None:
-        """As PNG."""
+        """Take a picture as PNG."""
         more: dict[str, Any] = {"clip": {**clip, "scale": 1}} if clip else {}
         data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole, **more)["data"]
         path.write_bytes(base64.b64decode(data))

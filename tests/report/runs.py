@@ -19,7 +19,7 @@ _COUNT = 4096.0  # values of a channel
 
 
 def contents(recorded: Recorded, second: Recorded | None = None) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """What the page of a run is made from: what becomes JSON, and bytes by name."""
+    """Return the contents of a run's page: what becomes JSON, and bytes by name."""
     return PageContents(recorded, second).render_all()
 
 

@@ -160,7 +160,7 @@ def switch(browser: Browser, value: str) -> None:
 
 
 def is_hatched(browser: Browser, row: int, column: int, columns: int = 60, rows: int = 17) -> bool:
-    """Whether nothing is drawn there: the hatch has two greys, and a cell one colour."""
+    """Return whether nothing is drawn there: the hatch has two greys, and a cell one colour."""
     x, y = cell(browser, row, column, rows, columns)
     colours = browser.run(f"""(() => {{
         const canvas = document.querySelector("#heat-cells"), box = canvas.getBoundingClientRect();

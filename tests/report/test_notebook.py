@@ -1,4 +1,4 @@
-"""What a notebook shows of a Snapshot, of a Run, and of plots."""
+"""Tests of a notebook's view of a Snapshot, of a Run, and of plots."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def shown(cell: str, known: dict[str, object]) -> dict[str, object]:
-    """What a notebook shows of the last line of a cell, by kind: what a kernel's displayhook sends."""
+    """Return a notebook's view of the last line of a cell, by kind, as a kernel's displayhook sends it."""
     interactiveshell = pytest.importorskip("IPython.core.interactiveshell")
     shell = interactiveshell.InteractiveShell()
     shell.display_formatter.active_types = shell.display_formatter.format_types  # a terminal's is text alone
@@ -224,7 +224,7 @@ def test_a_page_in_a_notebook_is_tall_enough() -> None:
 
 
 class Frame(HTMLParser):
-    """What an iframe is given."""
+    """Arguments of an iframe."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

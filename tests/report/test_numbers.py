@@ -1,4 +1,4 @@
-"""What a page is made from, against the Snapshots that it was made from; the plot; a run from its directory."""
+"""Tests of a page's numbers, against the Snapshots that it was made from; of the plot; of a run from its directory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_an_absolute_plane_tells_each_value_within_three_per_cent(recorded: Reco
 
 
 def lines_of(blob: bytes) -> np.ndarray:
-    """As the page has them: all first bytes stand before all second ones."""
+    """Return lines in the page's order: all first bytes stand before all second ones."""
     return np.frombuffer(np.frombuffer(blob, np.uint8).reshape(4, -1).T.tobytes(), "<f4")
 
 

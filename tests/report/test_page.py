@@ -74,7 +74,7 @@ def text(browser: Browser, selector: str) -> str:
 
 
 def cell(browser: Browser, row: int, column: int, rows: int = 23, columns: int = STEPS) -> tuple[float, float]:
-    """Where a cell is, as all are seen."""
+    """Find a cell's place while all are seen."""
     box = browser.run(
         "(() => { document.querySelector('#heat').scrollIntoView({block: 'center'});"
         "const box = document.querySelector('#heat').getBoundingClientRect();"
@@ -388,7 +388,7 @@ def test_no_more_than_a_whole_step_is_said_to_be_taken(
 
 
 def blue(browser: Browser, selector: str) -> int:
-    """How many pixels of a canvas are as blue as the first line, or nearly."""
+    """Count the pixels of a canvas that are about as blue as the first line."""
     return int(
         browser.run(f"""(() => {{
             const canvas = document.querySelector({selector!r});

@@ -84,7 +84,7 @@ class Served:
         return {row.partition("<bdi>")[2].partition("</bdi>")[0]: row.split('href="')[1].split('"')[0] for row in rows}
 
     def record(self, address: str) -> dict[str, Any]:
-        """What the page of a run is made from."""
+        """Return the record in a run's page."""
         return record_of(self.ask(address).text)
 
 
@@ -103,7 +103,7 @@ def serving(directory: Path, *arguments: str) -> Iterator[Served]:
 
 
 def describe(folder: Path, attempt: int, pid: int) -> None:
-    """As a training process leaves it, by which others know whether it is alive."""
+    """Describe a training process as it does itself, by which others know whether it is alive."""
     about = {"ring": str(folder / f"{RING}{attempt:04d}"), "pid": pid, "started": read_start_time(pid), **machine()}
     replace(read_attempt(folder, attempt), **about).write(folder)
 
@@ -147,11 +147,11 @@ class Growing:
         self._store.close()
 
     def recover(self) -> None:
-        """What the next process to record there does: it says that this one died."""
+        """Recover as the next process to record there does: report that this one died."""
         end_attempt(self.folder, read_attempt(self.folder, self.attempt), "died: without a word", 0, {})
 
     def die(self) -> None:
-        """Of its process nothing is left but what it had committed."""
+        """Leave nothing of the process but what it had committed."""
         ended = subprocess.Popen([sys.executable, "-c", ""])  # where there is no PATH, too
         ended.wait()
         describe(self.folder, self.attempt, ended.pid)

@@ -66,7 +66,7 @@ def run(tmp_path: Path) -> Growing:
 
 
 def test_what_is_sent_is_what_a_report_has(tmp_path: Path, run: Growing) -> None:
-    """Of one run, and of two; channels of any site."""
+    """Pages of one run and of two, and the channels of any site."""
     run.add(range(30))
     other = Growing(tmp_path / "other", SITES[3:])
     other.add(range(20, 40))

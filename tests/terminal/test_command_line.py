@@ -248,7 +248,7 @@ for arguments in {commands!r}:
 
 
 def test_a_reader_that_goes_away_is_no_error(runs: Path) -> None:
-    """As of `| head -1`: the pipe is closed before anything is written."""
+    """`| head -1` closes the pipe before anything is written."""
     running = subprocess.Popen(
         [sys.executable, "-m", "hookstats", "show", str(runs / "a")],
         stdout=subprocess.PIPE,

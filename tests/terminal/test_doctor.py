@@ -27,7 +27,7 @@ Told = dict[str, tuple[str, str]]
 
 
 def told_by(printed: str) -> Told:
-    """Of each thing its state, and what was found."""
+    """Return each check's state and text."""
     lines = re.findall(r"^(ok|-|fix) +(\S+(?: \d+)?)  +(.*)$", printed, re.MULTILINE)
     return {what: (state, found) for state, what, found in lines}
 
