@@ -52,13 +52,13 @@ ROUNDING = 1e-4  # of a tensor's largest weight: float32's, which some 24 steps 
 
 
 def ran(name: str, bare: bool) -> dict[str, Any]:
-    """What came of one training: see tests.clients.run."""
+    """Run one training and return its result: see tests.clients.run."""
     [result] = _results(name, ["--bare"] * bare, [""])
     return result
 
 
 def ran_both(name: str) -> list[dict[str, Any]]:
-    """What came of a bare training, and of one that was watched: sooner, and no measure of seconds."""
+    """Run a bare and a watched training together: faster than in turn, but their times are not comparable."""
     return _results(name, ["--both"], ["bare", "watched"])
 
 
@@ -112,7 +112,7 @@ def compared(name: str, rounds: int) -> dict[str, Any]:
 
 
 def weights_of(each: dict[str, Any]) -> str:
-    """How those of the trainings with and without hookstats compare; only compiled ones may differ by rounding."""
+    """Compare the weights trained with and without hookstats; only compiled ones may differ by rounding."""
     if each["is_identical"]:
         return "identical"
     return f"agree to rounding: {each['difference']:.0e}" if each.get("difference", 1) <= ROUNDING else DIFFER

@@ -1,4 +1,4 @@
-"""What ranks measured together, beside what one process measured of the same batches."""
+"""Comparison of merged ranks with one process that measures the same batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLOSE = ("mean", "std", "rms", "min", "max", "abs_max")
 
 
 def names_of_page(page: str, until: str = "") -> dict[str, Any]:
-    """What the code of docs/frameworks/PAGE.md defines; until: in front of the line that begins so."""
+    """Run the code of docs/frameworks/PAGE.md and return its names; until: stop before the line that begins so."""
     known = test_pages.names()
     for block in test_pages.BLOCK.finditer((ROOT / "docs" / "frameworks" / f"{page}.md").read_text()):
         code = block["code"].partition(f"\n{until}")[0] if until else block["code"]

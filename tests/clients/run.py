@@ -43,7 +43,7 @@ def weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def digest(model: torch.nn.Module) -> str:
-    """Of the bits of all parameters and buffers."""
+    """Hash the bits of all parameters and buffers."""
     made = hashlib.sha256()
     for name, value in weights(model):
         made.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
@@ -67,7 +67,7 @@ def forked(ranks: int) -> tuple[int, list[int]]:
 
 
 def gathered(result: dict[str, Any], others: list[int]) -> dict[str, Any]:
-    """What the other ranks trained and were told, beside what rank 0 was."""
+    """Add the other ranks' weights and warnings to rank 0's result."""
     assert [os.waitpid(other, 0)[1] for other in others] == [0] * len(others)
     for rank in range(1, len(others) + 1):
         other = json.loads(Path(f"rank{rank}.json").read_text())
@@ -77,7 +77,7 @@ def gathered(result: dict[str, Any], others: list[int]) -> dict[str, Any]:
 
 
 def reported(folder: Path) -> dict[str, Any]:
-    """What was recorded, and a page of it."""
+    """Return what was recorded, and a page of it."""
     import hookstats
     from hookstats import report
 

@@ -24,7 +24,7 @@ STEPS, MICROBATCHES, SEQUENCES = 2, 2, 4
 
 
 def placements(model: torch.nn.Module, shards_optimizer: bool) -> Any:
-    """What the page says."""
+    """Return the placements that the page gives."""
     args = types.SimpleNamespace(sequence_parallel=True, use_distributed_optimizer=shards_optimizer)
     return names_of_page("megatron")["placements"](model, args)
 

@@ -25,7 +25,7 @@ def merging_of(world: int, timeout: float = 600.0, spread: bool = False) -> Merg
 
 
 def step_of(number: int, rank: int, site: Site = A, **fields: Any) -> StepFrame:
-    """Of one site, whose only value says which rank and step it is."""
+    """Make a step of one site, whose only value identifies its rank and step."""
     values = torch.full((1, 1), 1000.0 * rank + number, dtype=torch.float64)
     return measured({site: Here(values)}, step=number, **fields)
 

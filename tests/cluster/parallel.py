@@ -1,4 +1,4 @@
-"""What ranks measured, merged by what they exchange, and what it is compared with: every rank's own tensors."""
+"""Comparison of merged measurements with float64 results of every rank's own tensors."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ class Kept:
         return keep
 
     def parameters(self) -> None:
-        """To be called right before the optimizer steps."""
+        """Keep the parameters and their gradients; call right before the optimizer steps."""
         for name, parameter in self.model.named_parameters():
             self.seen[name, "param"] = [local(parameter)]
             if parameter.grad is not None:
                 self.seen[name, "param_grad"] = [local(parameter.grad)]
 
     def gathered(self) -> list[Parts]:
-        """Of all ranks."""
+        """Gather on all ranks what each has seen."""
         everybodys: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybodys, self.seen)
         return everybodys
@@ -116,7 +116,7 @@ def check_merged(
 
 
 def of_all_ranks(monitor: hookstats.Monitor) -> tuple[hookstats.Snapshot, list[str]]:
-    """What `Monitor.step` and `detach` return of the one step, and what is told on the way."""
+    """Return what `Monitor.step` and `detach` gave for the one step, and all warnings."""
     with hearing() as told:
         (snapshot,) = [each for each in (monitor.step(), *monitor.detach()) if each is not None]
     assert snapshot.ranks == tuple(range(dist.get_world_size()))
@@ -137,7 +137,7 @@ def check_all(model: nn.Module, monitor: Any, kept: Kept, ranks_of: Any) -> Any:
 
 
 def check_as_one_process(snapshot: hookstats.Snapshot, alone: hookstats.Snapshot) -> None:
-    """What ranks measured is what one process measures of the whole: counts exactly, moments to 1e-12, means and
+    """Check that ranks measured what one process measures of the whole: counts exactly, moments to 1e-12, means and
     extremes to 1e-12 of the rms; so much more than rounding moves them, in float64."""
     assert set(snapshot) == set(alone)
     for site, want in alone.items():

@@ -20,7 +20,7 @@ BUDGET = 1 << 28
 
 
 class Here(NamedTuple):
-    """What a rank measures of a site in a step, and how it lies in the whole."""
+    """Measurements of a site by one rank in a step, and their place in the whole."""
 
     values: torch.Tensor | None = None  # [channels, values]; None: the site is silent
     channels: int = 1  # of a silent one
@@ -30,7 +30,7 @@ class Here(NamedTuple):
 
 
 def measured(sites: Mapping[Site, Here], bins: Bins | None = None, **step: Any) -> StepFrame:
-    """Of one rank; the sites run in this order. step: what differs from a plain one."""
+    """Make a step measured by one rank; the sites run in this order. step: fields that differ from a plain step's."""
     made = []
     for site, here in sites.items():
         dim = here.dim if here.keeps else None
@@ -49,7 +49,7 @@ def placing_of(sites: Mapping[Site, Here]) -> Placing:
 
 
 def shard(channels: int, offset: int, owners: str | int = "each", counts: bool = True) -> Place:
-    """Of channels that lie side by side on a mesh; calls are those of the first."""
+    """Make a shard of channels that lie side by side on a mesh; calls are those of the first."""
     return Place(channels, owners, offset, counts, offset == 0)
 
 
@@ -72,7 +72,7 @@ class Job:
         self.packers = [Packer(self.union, rank, {}) for rank in range(len(steps))]
 
     def merged(self, rank: int = 0) -> StepFrame:
-        """As this rank has it, by what `Merging` exchanges."""
+        """Return the step as this rank receives it from `Merging`."""
         parts = zip(self.packers, self.steps, self.local, strict=True)
         packed = [packer.pack(step, local)[0] for packer, step, local in parts]
         folded = [fold(np.stack(each)) for fold, each in zip(FOLDS, zip(*packed, strict=True), strict=True)]

@@ -33,7 +33,7 @@ def residual() -> Residual:
 
 
 def is_sharded(rank: int, world: int, attach_first: bool) -> dict[tuple[str, str], tuple[int, Any]]:
-    """Of each site, its calls and its moments."""
+    """Return calls and moments for each site."""
     model = residual()
     settings = {"every": 1, "options": hookstats.Options(strict=True), "tensors": TENSORS}
     mon = hookstats.attach(model, **settings) if attach_first else None

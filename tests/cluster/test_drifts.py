@@ -81,7 +81,7 @@ def one_layer_not_reduced(rank: int, world: int) -> Case:
 
 
 def norm_clipped_alone(rank: int, world: int) -> Case:
-    """As layer norms drifted apart over tensor parallel ranks, because one rank alone clipped."""
+    """Let one rank clip layer norms alone, so that they drift apart over tensor parallel ranks."""
     case = tensor_parallel(rank, world)
 
     def clip(step: int) -> bool:
@@ -137,7 +137,7 @@ def among_sharded(rank: int, world: int) -> Case:
 
 
 class Found(NamedTuple):
-    """What one finding is to say."""
+    """Expected contents of one finding."""
 
     severity: str
     step: int

@@ -96,7 +96,7 @@ def fsdp(rank: int, world: int) -> Case:
 
 
 def experts(rank: int, world: int) -> Case:
-    """Of one name on all ranks, and each rank's own."""
+    """Give experts one name on all ranks, and each rank its own weights."""
 
     class Moe(Mlp):
         def __init__(self) -> None:

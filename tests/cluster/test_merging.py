@@ -69,7 +69,7 @@ def test_the_steps_of_monitors_are_what_merging_without_communication_gives(fan:
 
 
 def all_reduces(rank: int, world: int) -> list[int]:
-    """Of a step of one site, then of 500, after the first of each."""
+    """Count the all-reduces of a step with one site, then with 500, after the first of each."""
     counts = []
     for sites in (1, 500):
         merging, made = merging_of(world), []

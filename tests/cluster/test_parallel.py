@@ -93,7 +93,7 @@ def flat(rank: int, world: int) -> None:
 
 
 def alone(batches: list[torch.Tensor], together: bool) -> hookstats.Snapshot:
-    """What one process measures of the whole model, whose gradients are the mean over these batches.
+    """Measure the whole model in one process; its gradients are the mean over these batches.
 
     together: in one call, else one for each of them.
     """

@@ -64,7 +64,7 @@ def test_dtensors_inside_a_compiled_graph_are_measured_where_they_lie() -> None:
 
 
 class Scaled(nn.Module):
-    """Of a tensor that is the same on all ranks, whose gradient is a sum of what each rank has of the weight."""
+    """A weight times a tensor that all ranks have; the weight's gradient is a sum over ranks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -74,7 +74,7 @@ class Model(nn.Module):
 
 
 class Way(NamedTuple):
-    """How tensor parallelism is done: of a block, of the head, and where the model's input lies."""
+    """A way of tensor parallelism: of a block, of the head, and where the model's input lies."""
 
     block: dict[str, Any]
     head: Any
@@ -137,8 +137,8 @@ class Case(NamedTuple):
 
 
 def settings(way: str) -> list[tuple[bool, bool, tuple[str, ...]]]:
-    """Whether fully_shard, whether checkpoint, and what is compiled besides eager mode: in one way, in turn; with
-    HOOKSTATS_WHOLE_MATRIX=1 all 60 cases."""
+    """List the settings: fully_shard or not, checkpoint or not, and what is compiled besides eager mode. One way each,
+    in turn; with HOOKSTATS_WHOLE_MATRIX=1 all 60 cases."""
     if os.environ.get("HOOKSTATS_WHOLE_MATRIX"):
         return [(*both, ("blocks", "whole")) for both in itertools.product((True, False), repeat=2)]
     return SHORT[way]
@@ -252,7 +252,7 @@ def differences(got: Trained, eager: Trained) -> list[str]:
 
 
 def all_cases(rank: int, world: int) -> list[list[tuple[str, str, list[str]]]]:
-    """Those of two ranks, or with fully_shard of four: of each setting's cases what became of them, what was wrong."""
+    """Run all cases of two ranks, or of four with fully_shard, and return each case's errors by setting."""
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
     here = [(way, *each) for way in WAYS for each in settings(way) if each[0] == (world == 4)]
     return [of_one_setting(mesh, *each) for each in here]

@@ -1,4 +1,4 @@
-"""Which part of a whole a rank holds, and the arguments that say it. One process plays all ranks, one after another."""
+"""Tests of the part of a whole that a rank holds, and of the arguments that name it. One process plays all ranks."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def train(model: nn.Module, monitor: hookstats.Monitor, rank: int, steps: int) -
 
 
 def alone(rank: int, steps: int) -> list[Snapshot]:
-    """What a rank's own monitor has, without the others."""
+    """Measure with a rank's own monitor, without the others."""
     model = nn.parallel.DistributedDataParallel(network())
     monitor = hookstats.attach(model, every=1, tensors=THREE_KINDS)
     return [*train(model, monitor, rank, steps), *monitor.detach()]
@@ -173,7 +173,7 @@ def test_steps_that_only_one_rank_measures_are_its_own_and_said_once() -> None:
 
 
 def dropped(rank: int, world: int) -> list[str]:
-    """Which threads are left of a monitor that nobody detached, and nobody holds any more."""
+    """List the threads left by a monitor that nobody detached and nobody holds any more."""
     model = network()
     train(model, hookstats.attach(model, every=1, process_group=dist.group.WORLD), rank, 2)
     del model

@@ -1,4 +1,4 @@
-"""Whose numbers a step has; and how a monitor gives its steps to the ranks of a group, and takes them from there."""
+"""Tests of `StepRanks`, and of the way a monitor's steps take to the ranks of a group and back."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def monitored(steps: int, **settings: Any) -> list[Snapshot]:
 
 
 def of_gradient(gradient: torch.Tensor) -> Snapshot:
-    """Of a rank that holds a weight with this gradient."""
+    """Make the step of a rank that holds a weight with this gradient."""
     layer = nn.Linear(gradient.shape[1], gradient.shape[0], bias=False)
     layer.weight.grad = gradient
     with hookstats.attach(layer, tensors="param_grad", every=1) as monitor:

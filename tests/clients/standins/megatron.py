@@ -86,7 +86,7 @@ class Reduce(torch.autograd.Function):
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """Of logits ``[s, b, v / tp]``."""
+    """Cross entropy of logits ``[s, b, v / tp]`` that are split over the vocabulary."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, region: Region) -> torch.Tensor:

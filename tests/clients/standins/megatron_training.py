@@ -1,4 +1,4 @@
-"""How Megatron-LM trains a model: gradients in one buffer, and an optimizer that steps copies of the parameters.
+"""A training as in Megatron-LM: gradients in one buffer, and an optimizer that steps copies of the parameters.
 
 As in NVIDIA/Megatron-LM, megatron/core: distributed/distributed_data_parallel.py and optimizer/optimizer.py
 (001199898c4b), optimizer/distrib_optimizer.py; megatron/training/training.py (001b00c2734d).
@@ -43,7 +43,7 @@ class DistributedDataParallel(nn.Module):
         return self.module(*args)
 
     def part(self, flat: torch.Tensor) -> torch.Tensor:
-        """What of the buffer the distributed optimizer of this rank has: anything between two bounds."""
+        """Return this rank's part of the distributed optimizer's buffer: anything between two bounds."""
         bounds = [len(flat) * rank // self.dp.size for rank in range(self.dp.size + 1)]
         return flat[bounds[self.dp.rank] : bounds[self.dp.rank + 1]]
 

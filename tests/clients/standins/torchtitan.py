@@ -190,7 +190,7 @@ def pipeline_module_split(whole: nn.Module, pp: DeviceMesh) -> tuple[nn.Module, 
 
 
 class Trainer:
-    """What of trainer.py a monitor meets: `model_parts`, `optimizers`, `train_step`."""
+    """The part of trainer.py that a monitor meets: `model_parts`, `optimizers`, `train_step`."""
 
     def __init__(self, mesh: DeviceMesh | None, backend: str = "") -> None:
         torch.manual_seed(0)
