@@ -60,7 +60,7 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported for thousands of tests stays, and is not looked through by each collection of garbage.
+    """Exempt what was imported for thousands of tests from garbage collection.
 
     As often as is usual, those would take 5 % of a compiler's time, which makes many objects and little garbage.
     """
@@ -122,7 +122,7 @@ def one_thread(threads: None) -> None:
 
 @functools.cache
 def harness_operators() -> _operators.Operators:
-    """Those of the harness, once it is loaded."""
+    """Return the harness's operators, once it is loaded."""
     return _operators.Operators("hookstats_cuda_on_cpu")
 
 
@@ -168,7 +168,7 @@ class State:
 
 
 def listed(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the operator is given for a mask: the rows that count, before those that do not, and their number."""
+    """Turn a mask into the operator's arguments: the rows that count before the others, and the number that count."""
     rows = torch.argsort(~mask.flatten(), stable=True).to(torch.int32)
     return rows.view(mask.shape), mask.sum(dtype=torch.int32).view(1)
 

@@ -15,7 +15,7 @@ from hookstats.watch.layout import Layout, sites_at
 
 
 class Measured(NamedTuple):
-    """What was measured of a site."""
+    """Measurements of one site."""
 
     site: Site
     state: Array  # [fields, channels]
@@ -89,10 +89,10 @@ def frame_of(
 
 
 def snapshot_of(frame: StepFrame) -> Snapshot:
-    """As it is delivered."""
+    """Make a Snapshot as it is delivered."""
     return Snapshot(frame.drop_hidden())
 
 
 def merged_snapshot(snapshots: Iterable[Snapshot]) -> Snapshot:
-    """Of several ranks."""
+    """Make a Snapshot of several merged ranks."""
     return Snapshot(merge([snapshot.frame for snapshot in snapshots]))

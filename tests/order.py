@@ -61,7 +61,7 @@ WAITING = {
 
 
 def dealt(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
-    """As pytest-xdist gives equal parts of a list to its workers: files stay whole, the longest ones come first."""
+    """Deal a list as pytest-xdist does to its workers: files stay whole, the longest ones come first."""
     files: dict[str, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.nodeid.split("::")[0].removeprefix("tests/"), []).append(item)

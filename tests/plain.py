@@ -1,4 +1,4 @@
-"""What hookstats is compared with: independent hooks of plain PyTorch that keep every tensor."""
+"""The reference for hookstats: independent hooks of plain PyTorch that keep every tensor."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def default_modules(model: nn.Module) -> set[str]:
 
 @contextmanager
 def hearing() -> Iterator[list[str]]:
-    """What hookstats warns of inside: it does not let a warning become an error."""
+    """Collect the warnings of hookstats inside, without turning them into errors."""
     heard: list[str] = []
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

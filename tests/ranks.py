@@ -37,7 +37,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 class Outcome(NamedTuple):
-    """How a rank ended."""
+    """A rank's end: exit status and output."""
 
     result: Any  # what its function returned; None if it did not
     code: int  # of its exit; -9: killed, by itself or at the time limit
@@ -62,7 +62,7 @@ def run(function: Callable[..., Any], world: int, *args: Any, timeout: float = 1
 def outcomes(
     function: Callable[..., Any], world: int, *args: Any, timeout: float = 180, init: str = "file"
 ) -> list[Outcome]:
-    """As `run`, for ranks that are meant to die: tells how each ended.
+    """Run ranks that are meant to die, like `run`, and return how each ended.
 
     They take the interpreter apart in their end, as real ones do, where a thread may abort it; that takes each of them
     about half a second.

@@ -72,7 +72,7 @@ class Finite:
 
 
 def kurtosis(values: Array) -> float:
-    """Of finite values, in one dimension."""
+    """Compute the kurtosis of finite values, in one dimension."""
     v = values.astype(np.longdouble)
     squares = np.square(v - np.mean(v))  # whose squares are found much sooner than fourth powers
     return float(np.mean(np.square(squares)) / np.mean(squares) ** 2)

@@ -52,8 +52,8 @@ def snapshot(
     histogram: Bins | None = None,
     scale: float = 1.0,
 ) -> Snapshot:
-    """Of these sites; a name alone is an output. silent: sites that are watched and did not fire. scale: with
-    which the values were multiplied.
+    """Make a Snapshot of these sites; a name alone is an output. silent: sites that are watched and did not fire.
+    scale: the factor on all values.
     """
     measured = {
         key: hookstats.measure(x, histogram=histogram) for key, x in {id(x): x for x in tensors.values()}.items()

@@ -1,4 +1,4 @@
-"""What nobody should be given by mistake, given to every argument: an error says what was expected and what arrived."""
+"""Wrong arguments for every parameter: each error names what was expected and what arrived."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 
 
 def refused(call: Callable[[], Any]) -> Any:
-    """What a call gives; of an error, that it is one of a wrong argument and says what was expected."""
+    """Return a call's result, or None for an error of a wrong argument that says what was expected."""
     try:
         return call()
     except (TypeError, ValueError, IndexError) as error:

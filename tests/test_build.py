@@ -1,4 +1,4 @@
-"""What setup.py builds for, and that it compiles nothing twice: with an nvcc and an nvidia-smi that only pretend."""
+"""Tests of setup.py's targets, and that it compiles nothing twice: with an nvcc and an nvidia-smi that only pretend."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def gpus(machine: Path, *capabilities: str) -> None:
 
 @pytest.fixture(scope="module")
 def setup() -> dict[str, Any]:
-    """What setup.py defines."""
+    """Return the names that setup.py defines."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         patch.setenv("PATH", os.environ["PATH"])  # setup.py adds to it
@@ -158,7 +158,7 @@ def test_no_cuda_object_is_compiled_twice(
     names = [source.stem for source in sources]
 
     def compiled(*targets: str) -> int:
-        """How many files nvcc is run on."""
+        """Count the files that nvcc is run on."""
         runs.write_text("")
         objects, kernels = setup["compile_kernels"](sources, into, "nvcc", list(targets))
         assert objects == [str(into / f"{name}.cu.o") for name in names]

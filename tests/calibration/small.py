@@ -33,7 +33,7 @@ def llama() -> nn.Module:
 
 @functools.cache
 def calibrated() -> tuple[nn.Module, dict[str, list[torch.Tensor]], Calibration]:
-    """That model, what its Linears are given in all batches, and its calibration; nobody changes them."""
+    """Return that model, the inputs of its Linears in all batches, and its calibration. Callers change none of them."""
     model = llama()
     kept = inputs_of(model, nn.Linear, sentences())
     return model, kept, hookstats.calibrate(model, sentences(), progress=False)
@@ -66,7 +66,7 @@ def sentences(count: int = BATCHES) -> list[torch.Tensor]:
 def inputs_of(
     model: nn.Module, kinds: type | tuple[type, ...], batches: Iterable[Any], call: Callable[..., Any] | None = None
 ) -> dict[str, list[torch.Tensor]]:
-    """What each module of these kinds is given, by name, call by call; by hooks of plain PyTorch."""
+    """Return the inputs of each module of these kinds, by name and call, from hooks of plain PyTorch."""
     kept: dict[str, list[torch.Tensor]] = {}
     with watched(model, kinds, lambda name, module, x: kept.setdefault(name, []).append(x.clone())), torch.no_grad():
         for batch in batches:

@@ -17,7 +17,7 @@ from tests.calibration.small import calibrated, llama, rows_of, sentences, watch
 
 
 class WrappedGPT:
-    """As the authors of Wanda have it (lib/layerwrapper.py, MIT licence), for Linear."""
+    """The Wanda authors' own class (lib/layerwrapper.py, MIT licence), for Linear."""
 
     def __init__(self, layer: nn.Linear) -> None:
         self.layer = layer
@@ -46,7 +46,7 @@ class WrappedGPT:
 
 
 def smooth_scales(fcs: list[nn.Linear], act_scales: torch.Tensor, alpha: float) -> torch.Tensor:
-    """As the authors of SmoothQuant have it (smoothquant/smooth.py, MIT licence), without what it changes."""
+    """Compute the scales as the SmoothQuant authors do (smoothquant/smooth.py, MIT licence), changing no weights."""
     weight_scales = torch.cat([fc.weight.abs().max(dim=0, keepdim=True)[0] for fc in fcs], dim=0)
     weight_scales = weight_scales.max(dim=0)[0].clamp(min=1e-5)
     return (act_scales.pow(alpha) / weight_scales.pow(1 - alpha)).clamp(min=1e-5)

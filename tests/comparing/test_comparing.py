@@ -1,4 +1,4 @@
-"""Where two runs part: real models that differ by one thing, and what rounding explains."""
+"""Comparisons of real models that differ by one thing: the first site that differs, and what rounding explains."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TENSORS = ("output", "grad_output", "param", "param_grad", "param_update")
 
 
 class TanhBlock(Block):
-    """As Block, with GELU's approximation."""
+    """A Block with GELU's tanh approximation."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(nn.functional.gelu(self.up(self.norm(x)), approximate="tanh"))

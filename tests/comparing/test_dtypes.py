@@ -1,4 +1,4 @@
-"""What rounding to a coarser dtype explains: twins of ten kinds of models agree, and what people break is found."""
+"""Comparisons with coarser dtypes: twins of ten kinds of models agree, and planted faults are found."""
 
 from __future__ import annotations
 

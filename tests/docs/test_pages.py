@@ -70,7 +70,7 @@ BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?
 
 
 class Logger(types.ModuleType):
-    """What the pages use of wandb; without step=, with which wandb loses what arrives after a newer step."""
+    """The functions of wandb that the pages use; without step=, wandb loses what arrives after a newer step."""
 
     def __init__(self) -> None:
         super().__init__("wandb")
@@ -89,7 +89,7 @@ class Logger(types.ModuleType):
 
 
 def names() -> dict[str, Any]:
-    """What a page takes for granted: a model, its data and its optimizer."""
+    """Return the names that a page takes for granted: a model, its data and its optimizer."""
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
 
     def evaluate(model: nn.Module) -> None:
@@ -144,7 +144,7 @@ def without_fractions(text: str) -> list[list[str]]:
 
 
 def is_alike(printed: str, shown: str) -> bool:
-    """Whether two texts differ in fractions alone. On one of two machines a fraction may look whole: 11 beside 11.7."""
+    """Return whether two texts differ in fractions alone. A fraction may look whole on one machine: 11 beside 11.7."""
 
     def is_alike_word(a: str, b: str) -> bool:
         return a == b or ("#" in (a, b) and bool(re.fullmatch(r"-?\d+", a if b == "#" else b)))
@@ -164,7 +164,7 @@ def logger(monkeypatch: pytest.MonkeyPatch) -> Logger:
 
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As torchrun starts it, but with any port that is free."""
+    """Set the environment as torchrun does, but with any free port."""
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}.items():
         monkeypatch.setenv(name, str(value))
     yield
@@ -179,7 +179,7 @@ def room_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_a_script(rank: int, world: int, script: str) -> str:
-    """What it prints in this rank."""
+    """Run a script and return the output of this rank."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(script, run_name="__main__")
     return printed.getvalue()

@@ -91,7 +91,7 @@ def test_accelerate_measures_what_a_plain_loop_does() -> None:
 
 
 class Squares(nn.Module):
-    """As Trainer wants a model."""
+    """A dataset as Trainer expects it."""
 
     def __init__(self) -> None:
         super().__init__()

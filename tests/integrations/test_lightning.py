@@ -324,7 +324,7 @@ def test_fit_is_called_twice(digits: TensorDataset, tmp_path: Path) -> None:
 
 
 def test_a_callback_that_has_trained_can_be_copied_and_the_copy_trains(digits: TensorDataset, tmp_path: Path) -> None:
-    """As ``save_hyperparameters`` and searches for hyperparameters do it."""
+    """``save_hyperparameters`` and searches for hyperparameters copy callbacks."""
     callback, module = HookStats(sinks=hookstats.record(tmp_path / "run"), every=4), Digits()
     trainer(tmp_path, callback).fit(module, batches(digits))
     for other in (copy.deepcopy(callback), pickle.loads(pickle.dumps(callback))):

@@ -235,7 +235,7 @@ def test_a_callback_that_has_trained_can_be_copied_and_the_copy_trains(text: lis
 
 
 def test_training_that_raised_is_left_when_another_callback_trains_its_model(text: list[Any], tmp_path: Path) -> None:
-    """As a cell of a notebook does that was interrupted, and is run again."""
+    """A notebook's cell that was interrupted and is run again does so."""
     methods, model = Accelerator.backward, gpt2()
     first, second = (HookStats(sinks=hookstats.record(tmp_path / "run"), every=1) for _ in range(2))
     with pytest.raises(ZeroDivisionError):

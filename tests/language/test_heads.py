@@ -190,7 +190,7 @@ def test_without_channels_there_are_no_heads() -> None:
 
 
 class Mixer(nn.Module):
-    """What has heads and is no attention; and a module with a parameter of another width beside its weight."""
+    """A module with heads that is no attention; and with a parameter of another width beside its weight."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ TOKENS, EXPERTS = 60, 8
 
 
 class Router(nn.Module):
-    """As torchtitan has it: a gate inside, scores and indices and counts outside."""
+    """A router like torchtitan's: a gate inside, scores and indices and counts outside."""
 
     def __init__(self, top_k: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Fused(nn.Module):
 
 
 class Plain(nn.Module):
-    """As in most tutorials: a Linear called gate, and a list of experts."""
+    """A router as in most tutorials: a Linear called gate, and a list of experts."""
 
     def __init__(self, top_k: int = 2) -> None:
         super().__init__()

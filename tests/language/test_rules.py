@@ -64,7 +64,7 @@ def test_second_moments_that_are_0_do_not_count() -> None:
 
 
 def heads(*values: float) -> dict[tuple[str, str], torch.Tensor]:
-    """Of 64 rows, the largest logit of each head."""
+    """Return the largest logit of each head over 64 rows."""
     return {("a", "attention.max_logit"): torch.tensor(values, dtype=torch.float32).repeat(64, 1)}
 
 

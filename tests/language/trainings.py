@@ -83,7 +83,7 @@ class Gates:
         return keep
 
     def imbalance(self) -> torch.Tensor:
-        """What a balancing loss makes small."""
+        """Compute the imbalance that a balancing loss makes small."""
         shares = [logits.softmax(-1).mean(0) for logits in self._logits.values()]
         return torch.stack([share.square().sum() for share in shares]).sum()
 

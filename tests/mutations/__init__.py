@@ -22,7 +22,7 @@ class Mutant(NamedTuple):
 
 
 def misplaced(mutant: Mutant, root: Path) -> str | None:
-    """What is to be changed in the table; None where the text stands in its file exactly once."""
+    """Return the row's error; None where its text stands in its file exactly once."""
     if mutant.file.startswith("csrc/") and (
         mutant.text.startswith(("const ", "auto ")) or (mutant.text.startswith("if ") and mutant.text[-1] != ";")
     ):

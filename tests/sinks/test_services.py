@@ -68,7 +68,7 @@ def _nothing_asks_for_an_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
 
 def keys_of(names: Any, **arguments: Any) -> set[str]:
-    """As they stand in a service."""
+    """Return the keys as a service stores them."""
     values = Keys("Test", **({"statistics": DEFAULT, "sites": None} | arguments)).values(names)
     return {f"hookstats/{key}" for key in values}
 
@@ -102,7 +102,7 @@ def wandb_run(tmp_path: Path) -> Iterator[Any]:
 
 
 def wandb_records(path: str) -> list[Any]:
-    """Of the file of an offline run, which is a log of LevelDB with protobufs in it."""
+    """Read the file of an offline run, a log of LevelDB with protobufs in it."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, whole, records = Path(path).read_bytes(), 7, b"", []

@@ -1,4 +1,4 @@
-"""What sinks send, and the sinks that write files: each file is read by its own readers."""
+"""Tests of the numbers that sinks send, and of sinks that write files: each file is read by its own readers."""
 
 from __future__ import annotations
 

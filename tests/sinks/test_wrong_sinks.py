@@ -1,4 +1,4 @@
-"""What is given to attach as a sink and is none: refused there, and not found out at the first step, or never."""
+"""Tests of sinks that are none: attach refuses them, rather than failing at the first step, or never."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of edits share: how a model is run, and how two runs compare."""
+"""Shared code of tests of edits: running a model, and comparing two runs."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class Images(nn.Module):
 
 
 class Counting(nn.Module):
-    """What a forward may change: a buffer, attributes, lists, and what it draws from."""
+    """A module with everything a forward may change: a buffer, attributes, lists, and a random generator."""
 
     cache: torch.Tensor
 

@@ -112,7 +112,7 @@ def test_compiled_edits_do_what_eager_ones_do(backend: str, device: str) -> None
 
 
 def few_modules() -> nn.Sequential:
-    """Of the one in the middle every tensor is edited, and each edit has something to change there."""
+    """Make three modules. Every tensor of the middle one is edited, and each edit has something to change there."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Tanh(), nn.Linear(16, 16), nn.ReLU(inplace=not OLD))
     nn.init.normal_(model[1].weight, std=4.0)

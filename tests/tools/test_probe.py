@@ -1,4 +1,4 @@
-"""What of a batch reaches where it must not, in models that are right, and in models with one fault each."""
+"""Tests of entries of a batch that reach where they must not: in correct models, and in models with one fault each."""
 
 from __future__ import annotations
 
