@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "hookstats"
+WORDED = ("benchmarks", "examples", "tests")  # folders whose docstrings are held to the package's rules
 
 
 def name_of(path: Path) -> str:
@@ -41,13 +43,13 @@ def imports(path: Path) -> frozenset[str]:
 
 
 def inner(path: Path) -> set[str]:
-    """Those of hookstats, without its name; "__init__" where public names are imported."""
+    """List the imports from hookstats, without its name; "__init__" where public names are imported."""
     names = {"hookstats.__init__" if name == "hookstats" else name for name in imports(path)}
     return {name.removeprefix("hookstats.") for name in names if name.startswith("hookstats.")}
 
 
 def floors(needs: Mapping[str, Iterable[str]]) -> dict[str, int]:
-    """Of each room 0 if it needs no other, else one more than the highest that it needs. ValueError for a circle."""
+    """Return 0 for a room that needs no other, else one more than the highest of these. ValueError for a circle."""
     found: dict[str, int] = {}
     while waiting := [room for room in needs if room not in found]:
         free = [room for room in waiting if found.keys() >= {other for other in needs[room] if other in needs}]
@@ -58,7 +60,7 @@ def floors(needs: Mapping[str, Iterable[str]]) -> dict[str, int]:
 
 
 def needed() -> dict[str, set[str]]:
-    """Of each room, the others that it imports."""
+    """Return for each room the others that it imports."""
     found: dict[str, set[str]] = {room_of(name): set() for name in FILES}
     for name, path in FILES.items():
         found[room_of(name)] |= {room_of(other) for other in inner(path)} & found.keys() - {room_of(name)}
@@ -68,6 +70,21 @@ def needed() -> dict[str, set[str]]:
 def lines_in(paths: Iterable[Path]) -> int:
     """The lines of these files together."""
     return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+CLAUSE = re.compile(r"(As|Because|How|If|Of|So|That|Those|To|What|When|Where|Whether|Which|Who|Whose)\b")
+DEFINITION = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def clauses() -> list[str]:
+    """List the docstrings that begin with a clause instead of a verb or a noun: file, line and first line."""
+    found = []
+    for path in [*FILES.values(), *(path for folder in WORDED for path in sorted((ROOT / folder).rglob("*.py")))]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            text = ast.get_docstring(node) if isinstance(node, DEFINITION) else None
+            if text and CLAUSE.match(text):
+                found.append(f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}: {text.splitlines()[0]}")
+    return found
 
 
 def main() -> None:
@@ -81,6 +98,7 @@ def main() -> None:
     code = [path for kind in ("*.h", "*.cpp", "*.cu") for path in (ROOT / "csrc").rglob(kind)]
     print(f"{'all of Python':<16}{'':>6}{len(FILES):>7}{lines_in(FILES.values()):>8}{lines_in(tests.rglob('*.py')):>8}")
     print(f"{'csrc':<16}{'':>6}{len(code):>7}{lines_in(code):>8}")
+    print(f"docstrings that begin with a clause: {len(clauses())}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from hookstats import _native
 from tests import order
 from tests.conftest import DTYPES, ROOT
 from tests.mutations import csrc, laws, misplaced, rooms, tools
-from tests.rooms import FILES, PACKAGE, floors, imports, inner, needed, room_of
+from tests.rooms import FILES, PACKAGE, clauses, floors, imports, inner, needed, room_of
 
 # Each room, and the rooms that it may import: downwards only. A room is a folder, or a file beside the folders.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -109,6 +109,10 @@ def test_no_rooms_import_each_other_in_a_circle() -> None:
         floors({"a": {"b"}, "b": {"a"}, "c": set()})
 
 
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    assert clauses() == []
+
+
 def test_one_file_names_torch_ops_and_one_the_extension() -> None:
     assert [name for name, path in FILES.items() if "torch.ops" in path.read_text()] == ["_operators"]
     assert [name for name, path in FILES.items() if "_C" in inner(path)] == ["_native"]
@@ -124,7 +128,7 @@ def test_kernels_know_nothing_of_torch() -> None:
 
 
 def test_one_place_asks_how_many_multiprocessors_there_are_and_one_cuts_work_by_it() -> None:
-    """So the shape and the model of the GPU decide how work is split, and nothing of a single run does."""
+    """Work is split by the shape and the model of the GPU alone, by nothing of a single run."""
     asks = {"DeviceProp", "MultiProcessor", "Occupancy", ".multiprocessors"}
     found = {path.name for path in ROOT.glob("csrc/cuda/*") if any(word in path.read_text() for word in asks)}
     assert found == {"device.h", "accumulate.h"}
