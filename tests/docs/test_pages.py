@@ -62,7 +62,6 @@ NAMES = (
     "frameworks/torchtitan",
     "frameworks/megatron",
     "frameworks/nanogpt",
-    "frameworks/transformers",
 )
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]
 # Code, and behind it what it prints, where the page shows that.
