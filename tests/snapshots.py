@@ -46,7 +46,7 @@ HOSTILE = [
 
 def snapshot(
     step: int,
-    tensors: Mapping[Site | str, torch.Tensor],
+    tensors: Mapping[tuple[str, str] | str, torch.Tensor],
     scalars: Mapping[str, float] | None = None,
     silent: list[Site] | None = None,
     histogram: Bins | None = None,
@@ -58,7 +58,7 @@ def snapshot(
     measured = {
         key: hookstats.measure(x, histogram=histogram) for key, x in {id(x): x for x in tensors.values()}.items()
     }
-    sites = {site if isinstance(site, Site) else Site(site, "output"): measured[id(x)] for site, x in tensors.items()}
+    sites = {Site(*((at, "output") if isinstance(at, str) else at)): measured[id(x)] for at, x in tensors.items()}
     for stats in measured.values():
         stats._scale = scale
     idle = hookstats.measure(torch.zeros(0, 2), histogram=None)

@@ -18,6 +18,7 @@ from hookstats import Site, Snapshot
 from hookstats.numbers.fields import FIELDS, STATISTICS, ExponentBins, fold_channels, unscale
 from hookstats.numbers.frame import StepFrame
 from hookstats.records.errors import RunError, SchemaError
+from hookstats.records.schema import VERSION
 from hookstats.records.store import Store
 from hookstats.results import Skipped
 from hookstats.rules import Finding
@@ -425,7 +426,7 @@ def test_another_version_is_refused_with_what_to_do(tmp_path: Path, monkeypatch:
     keep(tmp_path, {0: [recorded.measured(0)]})
     monkeypatch.undo()
     for read in (lambda: hookstats.load(tmp_path), lambda: Store(tmp_path / "rank=0")):
-        with pytest.raises(SchemaError, match=r"expected schema version 8, got 99: .* into another directory"):
+        with pytest.raises(SchemaError, match=rf"expected schema version {VERSION}, got 99: .* into another directory"):
             read()
 
 
