@@ -50,7 +50,7 @@ class Calibration(Mapping[str, InputStats]):
     def __len__(self) -> int:
         return len(self._inputs)
 
-    def uncovered(self, tokens: int = 128) -> dict[str, int]:
+    def find_uncovered(self, tokens: int = 128) -> dict[str, int]:
         """The layers and experts that were given fewer than ``tokens`` tokens, each with how many it was given.
 
         Those that were never called have 0, and so have the parameters of ``not_covered``.
@@ -79,7 +79,7 @@ class Calibration(Mapping[str, InputStats]):
         2022, arXiv 2211.10438, equation 4.
 
         Returns float32 ``[C]`` on the weight's device, by name; the same tensor for all names of a group. Layers
-        without a token (`uncovered`) have no scales.
+        without a token (`find_uncovered`) have no scales.
 
         Raises:
             ValueError: unless 0 <= alpha <= 1; where the calibration has no model.
@@ -102,7 +102,7 @@ class Calibration(Mapping[str, InputStats]):
         input channel have its norm.
 
         Returns bool tensors of the weights' shapes, on their devices, True where an element is pruned, by name:
-        ``model.get_submodule(name).weight.data[mask] = 0``. Layers without a token (`uncovered`) have no mask.
+        ``model.get_submodule(name).weight.data[mask] = 0``. Layers without a token (`find_uncovered`) have no mask.
 
         Raises:
             ValueError: unless 0 <= sparsity <= 1; where the calibration has no model.

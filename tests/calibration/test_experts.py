@@ -50,7 +50,7 @@ def test_an_expert_that_is_a_module_and_got_no_token_is_named() -> None:
         "experts.2": 0,
         "experts.3": 1,
     }
-    assert calibration.uncovered(2) == {"experts.2": 0, "experts.3": 1}
+    assert calibration.find_uncovered(2) == {"experts.2": 0, "experts.3": 1}
 
 
 def test_experts_that_are_modules_are_given_their_own_rows() -> None:
@@ -121,7 +121,7 @@ def test_experts_in_one_parameter_are_measured_row_by_row(way: str, inputs_first
             assert stats.tokens == len(mine)
             np.testing.assert_allclose(stats.abs_max, abs(mine).max(0), rtol=1e-5)
             np.testing.assert_allclose(stats.l2_norm, np.sqrt((mine**2).sum(0)), rtol=1e-5)
-    assert calibration.uncovered(1) == {"experts.2.up": 0, "experts.2.down": 0}
+    assert calibration.find_uncovered(1) == {"experts.2.up": 0, "experts.2.down": 0}
     assert len(calibration["experts.2.down"].abs_max) == HIDDEN
     assert calibration.not_covered == ()
 
@@ -151,7 +151,7 @@ def test_stacked_experts_whose_tokens_nobody_shows_are_named_as_not_covered(way:
     calibration = calibrate(Stacked(way, True), [tokens_for(0, 3, 1)])
     assert len(calibration) == 0
     assert calibration.not_covered == ("experts.up", "experts.down")
-    assert calibration.uncovered() == {"experts.up": 0, "experts.down": 0}
+    assert calibration.find_uncovered() == {"experts.up": 0, "experts.down": 0}
     assert "not covered: experts.up: which tokens" in calibration.table()
     assert repr(calibration) == "Calibration(0 layers, 2 without a token)"
 
@@ -192,7 +192,7 @@ def test_the_experts_of_a_mixtral_are_measured_however_they_are_multiplied(imple
 def test_experts_of_a_mixtral_whose_weights_are_gathered_first_are_named() -> None:
     calibration = calibrate(mixtral("batched_mm"), sentences(1))
     expected = {f"model.layers.{i}.mlp.experts.{key}_proj": 0 for i in range(2) for key in ("gate_up", "down")}
-    assert calibration.uncovered(1) == expected
+    assert calibration.find_uncovered(1) == expected
 
 
 def test_a_glob_chooses_experts_alone() -> None:

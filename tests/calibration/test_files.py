@@ -33,7 +33,7 @@ def test_what_is_saved_is_read_bit_for_bit(tmp_path: Path) -> None:
         assert list(again) == list(calibration)
         assert [stats.bits() for stats in again.values()] == [stats.bits() for stats in calibration.values()]
         assert again.groups == calibration.groups
-        assert again.uncovered(20) == calibration.uncovered(20)
+        assert again.find_uncovered(20) == calibration.find_uncovered(20)
         assert again.table() == calibration.table()
         assert type(again["unused"].tokens) is int
 

@@ -163,23 +163,23 @@ def test_a_layer_that_is_never_called_is_there_and_named() -> None:
     calibration = calibrate(Twice(), [(batch, False) for batch in batches_of(5, 6)])
     unused = calibration["unused"]
     assert (unused.tokens, unused.amax, unused.abs_max.shape) == (0, 0.0, (6,))
-    assert calibration.uncovered() == {"used": 40, "unused": 0}
-    assert calibration.uncovered(1) == {"unused": 0}
+    assert calibration.find_uncovered() == {"used": 40, "unused": 0}
+    assert calibration.find_uncovered(1) == {"unused": 0}
     assert repr(calibration) == "Calibration(2 layers, 1 without a token)"
 
 
 def test_a_projection_that_attention_never_calls_is_named() -> None:
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     calibration = calibrate(model, batches_of(2, 5, 8))
-    assert calibration.uncovered(1) == {"self_attn.out_proj": 0}
+    assert calibration.find_uncovered(1) == {"self_attn.out_proj": 0}
     assert calibration["linear1"].tokens == calibration["linear2"].tokens == 40  # evaluation has a faster way, too
 
 
 def test_fewer_tokens_means_fewer() -> None:
     calibration = calibrate(mlp(), [torch.randn(64, 6), torch.randn(64, 6)])
-    assert calibration.uncovered(128) == {}
-    assert calibration.uncovered(129) == {"0": 128, "2": 128}
-    assert calibrate(mlp(), [torch.randn(127, 6)]).uncovered() == {"0": 127, "2": 127}
+    assert calibration.find_uncovered(128) == {}
+    assert calibration.find_uncovered(129) == {"0": 128, "2": 128}
+    assert calibrate(mlp(), [torch.randn(127, 6)]).find_uncovered() == {"0": 127, "2": 127}
 
 
 def test_batches_are_given_by_name_by_place_or_as_they_are() -> None:
