@@ -140,8 +140,8 @@ def no_progress(step: Step, memory: Memory, share: float = 0.02, after: int = 10
     long warmup. What to do: look at what else was found; train on one batch until it is known by heart; look at whether
     labels belong to their data.
     """
-    losses = [loss for loss in step.given("loss").values() if math.isfinite(loss)]
-    if not step.given("loss"):
+    losses = [loss for loss in step.read_scalar("loss").values() if math.isfinite(loss)]
+    if not step.read_scalar("loss"):
         return None
     firsts, last = memory.setdefault("firsts", []), memory.last("last", 20)
     firsts += losses[: 5 - len(firsts)]

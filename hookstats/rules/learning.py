@@ -19,7 +19,7 @@ _ROUNDED = {"bfloat16": 8, "float16": 11}  # bits of the mantissa, with the one 
 
 
 def _note_losses(step: Step, memory: Memory) -> None:
-    firsts, losses = memory.setdefault("losses", []), step.given("loss").values()
+    firsts, losses = memory.setdefault("losses", []), step.read_scalar("loss").values()
     firsts += list(losses)[: 5 - len(firsts)]
     memory.last("last losses", 10).extend(losses)
 

@@ -71,7 +71,7 @@ def loss_spike(
     model that has learned its data by heart has losses near 0 that vary by any factor. What OLMo-core does not say is a
     setting of ours.
     """
-    values = {at: value for at, value in step.given(scalar).items() if math.isfinite(value)}
+    values = {at: value for at, value in step.read_scalar(scalar).items() if math.isfinite(value)}
     move, moves = _move(step, memory), memory.last("moves", 8)
     if not values:
         return None

@@ -245,8 +245,8 @@ class Step:
         order = self._frame.order
         return order if self._is_aligned else np.asarray(self._ids[order])
 
-    def given(self, scalar: str) -> dict[int, float]:
-        """A scalar of the steps before this one that were not measured, and of this one, by their numbers."""
+    def read_scalar(self, scalar: str) -> dict[int, float]:
+        """Return a scalar in the steps before this one that were not measured, and in this one, by step number."""
         scalars = {**self.earlier_scalars, self.number: self.scalars}
         return {number: each[scalar] for number, each in scalars.items() if scalar in each}
 

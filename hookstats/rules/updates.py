@@ -50,7 +50,7 @@ def update_ratio(
     nothing, and only tremble): these are not judged; nor are parameters of fewer than ``values`` = 64 numbers.
     """
     losses: dict[int, float] = memory.setdefault("losses", {})
-    losses |= step.given("loss")
+    losses |= step.read_scalar("loss")
     rewritten: dict[int, tuple[int, float]] = memory.setdefault("rewritten", {})  # in which step, and how far, by id
     weights, means = step.weights_of_updates, step.totals.abs_mean
     measured, sizes = (weights >= 0) & (step.totals.count >= values), means[weights]
