@@ -43,7 +43,7 @@ class GivenLoss:
         return {}
 
     def _name_of(self, product: Any) -> str:
-        weights = [_passed(node, ()) for node, _ in product.next_functions]
+        weights = [_skip_views(node, ()) for node, _ in product.next_functions]
         read = {id(node.variable) for node in weights if hasattr(node, "variable")}
         name, module = self._latest
         if id(getattr(module(), "weight", None)) in read:
@@ -67,15 +67,15 @@ def _logits_of(loss: Any) -> tuple[Any, int]:
         raise _Problem("the loss was given without its grad_fn: give it as torch's cross_entropy has returned it")
     if node.name() not in _LOSS or node._saved_reduction != _MEAN:
         raise _Problem(f"the loss that was given is no mean of torch's cross_entropy, but of {node.name()}")
-    softmax = _passed(node.next_functions[0][0], _SOFTMAX)
-    product = _passed(softmax.next_functions[0][0], _PRODUCTS)
+    softmax = _skip_views(node.next_functions[0][0], _SOFTMAX)
+    product = _skip_views(softmax.next_functions[0][0], _PRODUCTS)
     (inside,), (outside,) = softmax._input_metadata, product._input_metadata
     if inside.dtype not in (torch.float32, torch.float64) or outside.dtype == torch.float16:
         raise _Problem("the softmax is not computed in float32, or its gradient is rounded to float16")
     return product, prod(inside.shape) // inside.shape[softmax._saved_dim]
 
 
-def _passed(node: Any, expected: tuple[str, ...]) -> Any:
+def _skip_views(node: Any, expected: tuple[str, ...]) -> Any:
     """Return the node that follows views and casts. expected: what it is; empty: anything."""
     while node is not None and node.name() in _SAME:
         node = node.next_functions[0][0]
