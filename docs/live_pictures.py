@@ -1,4 +1,4 @@
-"""The pictures of docs/live.md: the example of the report, with its illnesses and without.
+"""The pictures of docs/live.md: the example of the report, with its faults and without.
 
     python docs/live_pictures.py [--output build/live]
 

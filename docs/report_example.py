@@ -2,7 +2,7 @@
 
     python docs/report_example.py [--output build/example]
 
-Two illnesses are put in, for the page to show: one channel of the residual stream is scaled up little by little from
+Two faults are put in, for the page to show: one channel of the residual stream is scaled up little by little from
 step 40 on, and from step 200 to 203 the learning rate is thirty times what it should be.
 """
 

@@ -1,4 +1,4 @@
-"""Runs for tests of the page: Snapshots of a model of blocks, with illnesses that were put in."""
+"""Runs for tests of the page: Snapshots of a model of blocks, with faults that were put in."""
 
 from __future__ import annotations
 
