@@ -13,11 +13,11 @@ MUTANTS = [
         "tests/numbers/test_statistics.py -k many_sites",
     ),
     Mutant(
-        "an illness that goes on is reported at every step",
+        "a problem that goes on is reported at every step",
         "hookstats/rules/judging.py",
         "self.verdicts - known.last > _ENDED",
         "self.verdicts > known.last",
-        "tests/rules/test_telling.py -k illness",
+        "tests/rules/test_telling.py -k problem",
     ),
     Mutant(
         "a step is lost from a window before it is full",

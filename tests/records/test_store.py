@@ -287,7 +287,7 @@ def test_no_failing_write_sync_or_rename_tears_anything(tmp_path: Path, monkeypa
     points = range(1, counting.calls + 1)
     assert len(points) > 200
     tried = [1, 2, 3, *np.random.default_rng(0).choice(points, 8 if MOMENTS < 20 else len(points), replace=False)]
-    for at in dict.fromkeys(map(int, tried)):  # each once: what was mended does not fail again
+    for at in dict.fromkeys(map(int, tried)):  # each once: what was fixed does not fail again
         directory = tmp_path / str(at)
         monkeypatch.setattr(files, "os", Failing(at))
         with pytest.raises(OSError, match="no space"):

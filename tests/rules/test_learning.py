@@ -100,7 +100,7 @@ def test_a_group_that_is_frozen_in_the_middle_is_named_since_then() -> None:
     assert [(each.rule, each.since) for each in found] == [("unchanged-parameters", 30)]
 
 
-def test_what_is_frozen_on_purpose_is_no_illness() -> None:
+def test_what_is_frozen_on_purpose_is_no_problem() -> None:
     model = mlp()
     model[0].requires_grad_(False)
     assert told(run(model, sgd([p for p in model.parameters() if p.requires_grad]))) == []
@@ -312,7 +312,7 @@ def test_labels_that_do_not_belong_to_their_images_are_no_progress() -> None:
     assert (found.severity, found.site) == ("note", None)
 
 
-def test_the_embedding_of_tokens_that_do_not_come_is_no_illness() -> None:
+def test_the_embedding_of_tokens_that_do_not_come_is_no_problem() -> None:
     model = GPT()
     ids = torch.randint(8, (512,))
 

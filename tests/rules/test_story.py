@@ -1,4 +1,4 @@
-"""One story: one illness is one finding, the cause is told, and what follows from it is kept with it."""
+"""One story: one problem is one finding, the cause is told, and what follows from it is kept with it."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def found(plan: dict[int, list[tuple[str, int | None, str]]], count: int = 40) -
 
     def rule(step: Step) -> Iterator[Finding]:
         for name, site, severity in plan.get(step.number, []):
-            yield step.finding(name, site, 2.0, 1.0, severity, f"{name} at {site}. Mend it.")
+            yield step.finding(name, site, 2.0, 1.0, severity, f"{name} at {site}. Fix it.")
 
     return judge(deep(count), [rule])
 
 
-def test_one_illness_at_many_sites_is_one_finding_that_lists_them_in_order_of_execution() -> None:
+def test_one_problem_at_many_sites_is_one_finding_that_lists_them_in_order_of_execution() -> None:
     (one,) = found({3: [("dead-channels", site, "warning") for site in range(24)]})
     assert (one.site, one.site_count, len(one.sites)) == (OUTPUTS[0], 24, 20)
     assert list(one.sites) == OUTPUTS[:20]
-    assert one.sentence == ("dead-channels at 0. Mend it. The same holds at 23 other sites: 1, 2, 3 and 20 more.")
+    assert one.sentence == ("dead-channels at 0. Fix it. The same holds at 23 other sites: 1, 2, 3 and 20 more.")
 
 
 def test_severities_and_rules_are_told_apart() -> None:
@@ -108,9 +108,9 @@ def test_what_goes_on_explains_what_comes_at_any_time() -> None:
 
 
 def test_a_story_puts_earlier_findings_under_a_cause_that_was_certain_later() -> None:
-    early = Finding("vanishing-gradients", 5, OUTPUTS[0], 1.0, 1.0, "warning", "They vanish. Mend it.")
+    early = Finding("vanishing-gradients", 5, OUTPUTS[0], 1.0, 1.0, "warning", "They vanish. Fix it.")
     other = Finding("loss-spike", 2, None, 1.0, 1.0, "warning", "It jumped. Look.")
-    cause = Finding("dead-channels", 20, OUTPUTS[1], 1.0, 1.0, "critical", "All are dead. Mend it.", since=3)
+    cause = Finding("dead-channels", 20, OUTPUTS[1], 1.0, 1.0, "critical", "All are dead. Fix it.", since=3)
     effect = Finding("no-progress", 30, None, 1.0, 1.0, "note", "Nothing.", because=cause.as_cause)
     chapters = story([other, early, cause, effect])
     assert [(each.finding.rule, [effect.rule for effect in each.effects]) for each in chapters] == [

@@ -43,15 +43,15 @@ def at(steps: set[int], value: float = 2.0, severity: str = "warning") -> Any:
     return found
 
 
-def test_an_illness_is_told_when_it_begins_and_not_while_it_goes_on() -> None:
+def test_a_problem_is_told_when_it_begins_and_not_while_it_goes_on() -> None:
     assert [finding.step for finding in told(at(set(range(3, 30))), 30)] == [3]
 
 
-def test_an_illness_is_told_again_when_it_comes_back_after_twenty_steps_without_it() -> None:
+def test_a_problem_is_told_again_when_it_comes_back_after_twenty_steps_without_it() -> None:
     assert [finding.step for finding in told(at({1, 21, 50}), 60)] == [1, 50]
 
 
-def test_an_illness_is_told_again_when_it_becomes_ten_times_worse_or_more_severe() -> None:
+def test_a_problem_is_told_again_when_it_becomes_ten_times_worse_or_more_severe() -> None:
     def grows(step: Step) -> Iterator[Finding]:
         value, severity = {0: (2, "note"), 1: (19, "note"), 2: (20, "note"), 3: (1e-9, "warning")}[step.number]
         yield step.finding("large", 0, value, 1.0, severity, "")
@@ -63,7 +63,7 @@ def test_an_illness_is_told_again_when_it_becomes_ten_times_worse_or_more_severe
     assert [finding.step for finding in told(falls, 4)] == [0, 2]
 
 
-def test_steps_of_which_a_rule_could_not_judge_do_not_end_an_illness() -> None:
+def test_steps_of_which_a_rule_could_not_judge_do_not_end_a_problem() -> None:
     def sometimes(step: Step) -> list[Finding] | None:
         return [step.finding("some", 0, 2.0, 1.0, "note", "")] if step.number % 40 == 0 else None
 
