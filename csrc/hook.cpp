@@ -209,7 +209,7 @@ void accumulate_gradient(const at::Tensor& gradient, const Observed& observed, c
   }
 }
 
-// What a compiled graph calls for a tensor: its site is found as the graph runs, and made or mended as in eager mode.
+// What a compiled graph calls for a tensor: its site is found as the graph runs, and made or fitted as in eager mode.
 // path: in a container. note: how this tensor is part of another one, or why it is none (watch/graphs.py).
 void observe_in_graph(const at::Tensor& x, const at::Tensor& slot, const std::string& path, const std::string& note,
                       const std::optional<at::Tensor>& row_index, const std::optional<at::Tensor>& kept) {
