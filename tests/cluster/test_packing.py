@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from hookstats import ExponentBins, LinearBins, Snapshot
-from hookstats.cluster.union import Place, TableRow
+from hookstats.cluster.union import Place, TableRow, Tables
 from hookstats.numbers.fields import FIELDS, STATISTICS, Bins, Site, Skipped, Stats, histogram_shape
 from hookstats.numbers.frame import Sites, StepFrame
 from hookstats.records.wire import decode_step, encode_step
@@ -21,7 +22,7 @@ from tests.cluster.steps import Here, Job, job_of, measured, placing_of, shard
 from tests.conftest import BINS, HISTOGRAMS
 from tests.frames import Part, Row, layout_of, merged_snapshot, snapshot_of
 
-A, B, C = Site("a", "output"), Site("b", "output"), Site("c", "grad_output")
+A, B, C = Site("a", "output"), Site("слой.\ud800", "output"), Site("c", "grad_output")
 COUNTED = ("count", "zeros", "nans", "posinfs", "neginfs", "min", "max", "abs_max")
 
 
@@ -430,3 +431,22 @@ def test_ids_of_samples_that_would_take_too_much_are_this_ranks_own_and_a_note_s
     assert job.union.notes == ["2097152 sample_ids of a step are too many: not merged"]
     assert job.merged().sample_ids[3].shape == (1 << 20,)
     assert job.merged(rank=1).sample_ids == {}
+
+
+def test_tables_are_made_once_for_each_layout_and_anew_where_something_has_come() -> None:
+    tables = Tables(1 << 30, False)
+    sites = {A: Here(torch.ones(2, 2))}
+    step, other = measured(sites), measured(sites)
+
+    def with_layout(of: StepFrame, **fields: Any) -> StepFrame:
+        return replace(of, step=4, time=2.0, **fields)
+
+    first, second = tables.local(step), tables.local(other)
+    assert tables.local(with_layout(step))[0] is first[0]
+    assert tables.local(with_layout(other))[0] is second[0]
+    assert tables.local(with_layout(step, scalars={"loss": 1.0}))[0].scalars == ("loss",)
+    assert tables.local(with_layout(step))[0].scalars == ("loss",)  # or each step without it would change the table
+    skipped = tables.local(with_layout(step, skipped={A: Skipped("", 1), B: Skipped("", 1)}))[0]
+    assert skipped.unmeasured == (B,)
+    assert tables.local(with_layout(step))[0] is skipped
+    assert tables.local(with_layout(step), lambda row: Place(8, "each", 6))[0].rows[0].channels == 8
