@@ -27,6 +27,8 @@ class Here(NamedTuple):
     keeps: bool = True
     dim: int | None = 0
     placed: Place | None = None
+    group_size: int | None = None
+    has_bins: bool = True
 
 
 def measured(sites: Mapping[Site, Here], bins: Bins | None = None, **step: Any) -> StepFrame:
@@ -39,8 +41,10 @@ def measured(sites: Mapping[Site, Here], bins: Bins | None = None, **step: Any) 
             counts = None if bins is None else np.zeros(shape, np.int64)
             made.append(Measured(site, np.zeros((len(FIELDS), here.channels)), counts, 0, here.keeps, dim))
             continue
-        stats = hookstats.measure(here.values, channel_dim=0, histogram=bins, channels=here.keeps)
-        made.append(Measured(site, stats._measured, stats._histogram, 1, here.keeps, dim))
+        stats = hookstats.measure(
+            here.values, channel_dim=0, histogram=bins if here.has_bins else None, channels=here.keeps
+        )
+        made.append(Measured(site, stats._measured, stats._histogram, 1, here.keeps, dim, here.group_size))
     return frame_of(made, bins, **{"step": 3, "time": 1.5, **step})
 
 

@@ -450,3 +450,20 @@ def test_tables_are_made_once_for_each_layout_and_anew_where_something_has_come(
     assert skipped.unmeasured == (B,)
     assert tables.local(with_layout(step))[0] is skipped
     assert tables.local(with_layout(step), lambda row: Place(8, "each", 6))[0].rows[0].channels == 8
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 4)])
+def test_groups_of_channels_are_kept_where_all_ranks_have_the_same(sizes: tuple[int, int]) -> None:
+    steps = [measured({A: Here(draw(size, 4), group_size=size)}) for size in sizes]
+    assert snapshot_of(Job(steps).merged())[A].group_size == (2 if sizes == (2, 2) else None)
+
+
+def test_histograms_of_other_bins_are_not_merged_and_that_is_told() -> None:
+    steps = [
+        measured({A: Here(draw(rank, 2))}, bins) for rank, bins in enumerate((ExponentBins(), LinearBins(0, 1, 64)))
+    ]
+    job = Job(steps)
+    assert snapshot_of(job.merged())[A].histogram is None
+    assert job.union.notes == ["no histograms are merged, because not all ranks have the same bins"]
+    some = job_of([{A: Here(draw(rank, 2), has_bins=rank == 0)} for rank in range(2)], ExponentBins())
+    assert snapshot_of(some.merged())[A].histogram is None
