@@ -1,8 +1,9 @@
-"""Coverage, findings, cost of identities: ``python -m benchmarks.identities coverage|healthy|fleet|faults|cost``.
+"""Coverage, findings, cost of identities: ``python -m benchmarks.identities coverage|healthy|fleet|adjoint|faults|cost``.
 
 coverage: small models of many types, each judged at other parameters for another loss, in float64. healthy: the largest
 z of 28 kinds of models that train, in four precisions. fleet: alarms in the healthy trainings of benchmarks.illnesses.
-These three take names, too: of these alone. faults: gradients that are wrong in many ways, in three precisions, as the
+adjoint: how far gradients are off in the adjoint tests of the same kinds.
+These four take names, too: of these alone. faults: gradients that are wrong in many ways, in three precisions, as the
 rule finds them in the first four steps. cost: of a measured step.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import statistics
 import sys
@@ -28,7 +30,7 @@ from benchmarks.illnesses import healthy as illnesses_healthy
 from benchmarks.illnesses import more_healthy, public_healthy, training
 from benchmarks.illnesses.training import KINDS
 from hookstats.results import Identities
-from hookstats.rules import Finding, identity, judge
+from hookstats.rules import Finding, identity, judge, wrong_backward
 from hookstats.rules.identities import compare
 from hookstats.rules.step import SiteIds, Step
 from tests.identities.models import Llama, ids, loss_of
@@ -136,14 +138,22 @@ class Training:
             self.loss = lambda: self.model(**inputs, **labels).loss
         if precision == "bfloat16":
             self.model.bfloat16()
-        run = (lambda: self.model(inputs["input"])) if kind in KINDS else (lambda: self.model(**inputs))
-        self.found = hookstats.find_identities(self.model, run)
+        self._run = (lambda: self.model(inputs["input"])) if kind in KINDS else (lambda: self.model(**inputs))
+
+    @functools.cached_property
+    def found(self) -> Identities:
+        return hookstats.find_identities(self.model, self._run)
 
     def train(self, steps: int, change: Callable[[], None] = lambda: None) -> Trained:
         """Return what the rule finds, and all z. change: of gradients, after each backward."""
+        taken = self.measure(steps, change, options=hookstats.Options(identities=self.found))
+        return Trained(judge(taken, [identity]), z_of(taken))
+
+    def measure(
+        self, steps: int, change: Callable[[], None] = lambda: None, **attached: Any
+    ) -> list[hookstats.Snapshot]:
         optimizer, taken = torch.optim.AdamW(self.model.parameters(), lr=3e-3), list[hookstats.Snapshot]()
-        options = hookstats.Options(identities=self.found)
-        with hookstats.attach(self.model, every=1, sinks=taken.append, options=options) as monitor:
+        with hookstats.attach(self.model, every=1, sinks=taken.append, **attached) as monitor:
             for _ in range(steps):
                 optimizer.zero_grad()
                 with torch.autocast("cpu", self.dtype, enabled=self.dtype is not None):
@@ -156,7 +166,7 @@ class Training:
                     self.scaler.step(optimizer)
                     self.scaler.update()
                 monitor.step()
-        return Trained(judge(taken, [identity]), z_of(taken))
+        return taken
 
 
 def z_of(taken: list[hookstats.Snapshot]) -> list[float]:
@@ -183,6 +193,27 @@ def healthy(kinds: list[str]) -> None:
         print(
             f"| all | {precision} | {len(all_z)} | {statistics.median(all_z):.2g} | {max(all_z):.2g} | {over} over 8 |"
         )
+
+
+def adjoint(kinds: list[str]) -> None:
+    print("| model | precision | tests | off by: median | largest | findings |\n|---|---|---|---|---|---|")
+    totals = {precision: list[float]() for precision in HEALTHY_PRECISIONS}
+    for kind in kinds or HEALTHY_KINDS:
+        for precision, all_off in totals.items():
+            try:
+                taken = Training(kind, precision).measure(40, tensors=("adjoint",))
+            except Exception as error:
+                print(f"| {kind} | {precision} | {type(error).__name__}: {str(error)[:60]} | | | |", flush=True)
+                continue
+            off = [each[site].total.rms for each in taken for site in each.order if site.tensor.startswith("adjoint.")]
+            all_off += off
+            figures = f"{statistics.median(off):.2g} | {max(off):.2g}" if off else "- | -"
+            found = [(each.site, round(each.value, 2)) for each in judge(taken, [wrong_backward])]
+            print(f"| {kind} | {precision} | {len(off)} | {figures} | {found} |", flush=True)
+    for precision, all_off in totals.items():
+        if all_off:
+            middle, large = statistics.median(all_off), sum(off > 0.05 for off in all_off)
+            print(f"| all | {precision} | {len(all_off)} | {middle:.2g} | {max(all_off):.2g} | {large} over 0.05 |")
 
 
 def of_fleet(names: list[str]) -> None:
@@ -447,5 +478,5 @@ if __name__ == "__main__":
     if command in ("faults", "cost"):
         {"faults": faults, "cost": cost}[command]()
     else:
-        {"coverage": coverage, "healthy": healthy, "fleet": of_fleet}[command](names)
+        {"coverage": coverage, "healthy": healthy, "fleet": of_fleet, "adjoint": adjoint}[command](names)
     print(f"{time.monotonic() - begun:.0f} s")

@@ -217,6 +217,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     ways, results = sys.argv[1:] or WAYS, {}
+    from benchmarks.law_faults import on_ranks  # other processes do not know this module as __main__
+
     for way in ways:
         names: list[Any] = [None, *(name for name, fault in FAULTS.items() if way in fault.ways)]
         found = ranks.run(on_ranks, 2, names)[0] if way == FSDP else findings(way, names)

@@ -21,6 +21,7 @@ from hookstats.report.record import Recorded
 from hookstats.report.writing import kind_of_rule, kinds_of
 from hookstats.rules import book, judge
 from tests.cluster import drifting
+from tests.identities import test_adjoint as adjoint
 from tests.identities import trainings as identities
 from tests.language import trainings
 from tests.report.browser import Browser
@@ -49,6 +50,7 @@ SHOWN = {
     "outside-write": "averaged_weights_that_are_not_put_back",
     "optimizer-formula": "gradients_that_are_halved_while_an_optimizer_steps",
     "identity": "a_gradient_that_is_counted_twice",
+    "wrong-backward": "a_norm_without_its_projection",
     "cross-entropy-gradient": "microbatches_that_are_added_up",
     "bias-gradient": "gradients_of_one_layer_times_eight.mlp",
     "unchanged-parameters": "a_layer_that_no_optimizer_has.gpt",
@@ -105,6 +107,7 @@ ABSOLUTE = {
     "silent-rows": "rms",
     "posterior-collapse": "rms",
     "constant-output": "rms",
+    "wrong-backward": "rms",
 }
 
 
@@ -116,6 +119,8 @@ def training(name: str) -> list[Snapshot]:
         return outside.snapshots(lambda step, model: None, make_optimizer=outside.halving)
     if name == "a_gradient_that_is_counted_twice":
         return identities.snapshots(identities.times("layers.1.mlp.up_proj.weight", 2.0, begin=12), steps=24)
+    if name == "a_norm_without_its_projection":
+        return adjoint.snapshots_of_a_wrong_norm()
     if name in tokens.FAULTS:
         return tokens.snapshots(name, steps=24)
     if name in drifting.FAULTS:

@@ -89,6 +89,7 @@ def attach(
             ``"router"``, the routers of mixtures of experts; ``"outside_update"``, what of a parameter's sample is
             another one when the next step of an optimizer begins, measured or not, than it was after a measured step;
             ``"token_weights"``, what a cross entropy divides its tokens by;
+            ``"adjoint"``, of one module in each measured step, whether its backward is that of its forward;
             ``"optimizer_law"``, what a step of SGD, Adam or AdamW did to a parameter's sample over its formula.
         channels: whether statistics are kept per channel: True, False, globs over names, or `Channels`, which also says
             how often they are sent and along which dimension they lie.
@@ -235,6 +236,11 @@ def _register_hooks(
         handles += parts.attentions.watch(
             attending, {name: device_of(m) or plan.device for name, m in attending.items()}
         )
+    if "adjoint" in plan.kinds:
+        from hookstats.identities.adjoint import AdjointTests  # of which not everybody makes use
+
+        parts.parameters.adjoint = AdjointTests(parts.binder, plan.modules)
+        handles += parts.parameters.adjoint.register_hooks(plan.modules)
     root = find_root(model, exclude) if TOKEN_WEIGHTS in plan.kinds and not is_part else None
     if root is not None:
         handles.append(order.register(root, TokenWeightsHook(parts.binder, root, device_of(root) or plan.device)))

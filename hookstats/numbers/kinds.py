@@ -74,6 +74,7 @@ _ROWS = (
         "token_weights", "module", "the token weights'{} of the loss of {}", "weights of tokens in losses",
         is_gradient=True, is_about=True,
     ),
+    Kind("adjoint", "module", "the adjoint test's{} of {}", "adjoint tests", is_about=True, is_part=True),
     Kind("attention", "module", "the attention's{} of {}", "numbers of attention", is_about=True),
     Kind("router", "module", "the router's{} of {}", "numbers of routers", is_about=True),
 )  # fmt: skip

@@ -5,6 +5,7 @@ findings = hookstats.rules.judge(snapshots)
 
 from hookstats.rules.activations import dead_channels as dead_channels
 from hookstats.rules.activations import saturated_channels as saturated_channels
+from hookstats.rules.adjoint import wrong_backward as wrong_backward
 from hookstats.rules.answers import absent_class as absent_class
 from hookstats.rules.answers import broadcast_target as broadcast_target
 from hookstats.rules.answers import initial_loss as initial_loss

@@ -148,7 +148,8 @@ class Options:
             compiled when the first step comes that is not measured. 1, where compiling takes too long: the one that
             measures runs in all steps, those of the other monitors, too, and costs something between measured steps.
         laws: ``{name: False}``, laws that are broken by design, of `Monitor.laws`: recordings leave
-            their rules out. "bias", "cross_entropy", "optimizer", "step", "replica", "reduction", "identity".
+            their rules out. "bias", "cross_entropy", "optimizer", "step", "replica", "reduction", "identity",
+            "adjoint".
         identities: what `hookstats.find_identities` has found of this model: in each measured step both sides of each
             are summed up, before the optimizer steps, and recordings compare them.
         attention_rows: of each head, how many queries' logits ``"attention"`` computes, others at each measured step;

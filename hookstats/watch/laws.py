@@ -22,6 +22,7 @@ NEEDS = {
     "replica": ("param_sample",),
     "reduction": ("param_grad", "param_grad_local"),
     "identity": ("identity",),
+    "adjoint": ("adjoint",),
 }
 
 
@@ -84,7 +85,7 @@ def laws(
         if own and name == "cross_entropy":
             why = why or next(iter(own))
         elif own:
-            noun = "identities" if name == "identity" else "parameters"
+            noun = {"identity": "identities", "adjoint": "modules"}.get(name, "parameters")
             why = "; ".join(f"{count} {noun}: {reason}" for reason, count in own.items())
             where = f"{where}; not at {why}" if where else None
         return Law(name, where is not None, where or why)
@@ -171,6 +172,12 @@ def _identity(frame: StepFrame) -> _Applied:
     return where, "no gradient came before an optimizer's step"
 
 
+def _adjoint(frame: StepFrame) -> _Applied:
+    told = _list_fired(frame, "adjoint")
+    where = f"{len(told)} gradients that {frame.sites.names[told[0]].name or 'the model'} computes" if told else None
+    return where, "the module in turn has not run, its forward is not smooth here, or is another one in float32"
+
+
 def _apply_to_parameters(kind: str, why: str) -> Callable[[StepFrame], _Applied]:
     def apply(frame: StepFrame) -> _Applied:
         count = len(_list_fired(frame, kind))
@@ -198,4 +205,5 @@ _APPLIED: dict[str, Callable[[StepFrame], _Applied]] = {
     "replica": _apply_to_ranks("param_sample"),
     "reduction": _apply_to_ranks("param_grad_local"),
     "identity": _identity,
+    "adjoint": _adjoint,
 }

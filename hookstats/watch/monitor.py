@@ -275,6 +275,7 @@ class Monitor:
         `hookstats.record`. ``Options(laws={"bias": False})`` declares one that the model breaks by design.
         """
         kinds = {kind_of(entry.site.tensor).name for entry in self._store.entries}
+        kinds |= set() if self._parameters.adjoint is None else {"adjoint"}
         left_out = self._parameters.left_out_of_laws
         return laws(self._delivery.latest, kinds, self._declared, left_out, self._is_judged)
 

@@ -75,13 +75,15 @@ class Parameters:
         timed = weakref.WeakMethod(self._measure_timed)
         self.local_gradients = LocalGradients(model, store, binder, self._batches, timed)
         self.identities: Any = None  # hookstats.identities.measuring.JointSums
+        self.adjoint: Any = None  # hookstats.identities.adjoint.AdjointTests
 
     @property
     def left_out_of_laws(self) -> Mapping[str, Mapping[str, int]]:
-        """Return, by the reason, how many parameters, identities and losses laws leave out."""
+        """Return, by the reason, how many parameters, identities, modules and losses laws leave out."""
         return {
             "optimizer": {} if self._law is None else self._law.left_out,
             "identity": {} if self.identities is None else self.identities.reasons,
+            "adjoint": {} if self.adjoint is None else self.adjoint.reasons,
             "cross_entropy": {self.given_loss.problem: 1} if self.given_loss.problem else {},
         }
 
@@ -456,6 +458,8 @@ class Parameters:
         if self._has_samples and self._store.flags.value:
             self._carefully(self._sample_the_others)
         self.measure()
+        if self.adjoint is not None:
+            self.adjoint.close_step()
         self._unstepped = {}
         self.reset()
 

@@ -45,7 +45,7 @@ class Plan:
         has_buffers = any(kind_of(kind).of == "buffer" for kind in self.of_parameters)
         self.modules, chosen = select(model, modules, exclude, bool(self.of_parameters), has_buffers)
         self.parameters = {name: slot for name, slot in chosen.items() if self._is_measured(slot)}
-        if not any(self._of_outputs + self._of_inputs):
+        if not any(self._of_outputs + self._of_inputs) and "adjoint" not in kinds:
             self.modules = {}
         self._root = find_root(model, exclude) if "model_input" in kinds else None
         if "" in self.modules and self._of_inputs[0]:

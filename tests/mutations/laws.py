@@ -6,6 +6,34 @@ from tests.mutations import Mutant
 
 MUTANTS = [
     Mutant(
+        "a gradient of random numbers alone misses what norms project out",
+        "hookstats/identities/adjoint.py",
+        "return (noise + y.detach() / _rms(y.detach().float()) + 1).to(y.dtype)",
+        "return noise.to(y.dtype)",
+        "tests/identities/test_adjoint.py -k before_is_critical",
+    ),
+    Mutant(
+        "a forward that is not smooth is judged",
+        "hookstats/identities/adjoint.py",
+        "counts = (bend.abs() <= _CURVES * size).all() & is_same",
+        "counts = is_same",
+        "tests/identities/test_adjoint.py -k smooth",
+    ),
+    Mutant(
+        "a checkpoint counts what the copies save",
+        "hookstats/identities/adjoint.py",
+        ", torch.autograd.graph.saved_tensors_hooks(_same, _same):",
+        ":",
+        "tests/identities/test_adjoint.py -k to_the_bit",
+    ),
+    Mutant(
+        "copies of a module are not counted in the budget",
+        "hookstats/identities/adjoint.py",
+        "if not self._store.claim(device, needed):",
+        "if not self._store.claim(device, 0):",
+        "tests/identities/test_adjoint.py -k budget",
+    ),
+    Mutant(
         "a sum of what ranks brought is taken for averaged twice",
         "hookstats/rules/laws.py",
         "np.isclose(factors[told], 1 / ranks, rtol=_EQUAL).all()",

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 import hookstats
 
-LAWS = ["bias", "cross_entropy", "optimizer", "step", "replica", "reduction", "identity"]
+LAWS = ["bias", "cross_entropy", "optimizer", "step", "replica", "reduction", "identity", "adjoint"]
 TENSORS = ("output", "grad_output", "param_grad", "param_sample", "update_sample", "outside_update", "optimizer_law")
 TENSORS += ("token_weights",)
 
