@@ -36,7 +36,7 @@ def bias(step: Step) -> list[float]:
     sides, calls = sides_of_biases(step, "param_grad")
     if sides is None:
         return []
-    common, told, off = residuals_of(sides)
+    common, told, off = residuals_of(sides, 1 / step.ranks)
     if common != common:
         return []
     worst = np.maximum.reduceat(off, sides.begin)

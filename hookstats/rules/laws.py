@@ -74,7 +74,7 @@ def bias_gradient(step: Step, memory: Memory, factor: float = 1.5, consecutive_s
     for kind in _REDUCED_OR_LOCAL:
         sides, calls = sides_of_biases(step, kind)
         if sides is not None:
-            found += judge_ratios(step, memory, kind, sides, calls, factor, consecutive_steps, say)
+            found += judge_ratios(step, memory, kind, sides, calls, factor, consecutive_steps, 1 / step.ranks, say)
     return found
 
 
@@ -170,11 +170,11 @@ def reduced_gradient(step: Step, memory: Memory, factor: float = 1.5, consecutiv
             "divided by the number of ranks twice. DistributedDataParallel has done it."
         )
 
-    factors, told = sides.factors()[0], residuals(sides)[1]
+    factors, told = sides.factors()[0], residuals(sides, ranks)[1]
     is_divided = len(told) > 1 and bool(np.isclose(factors[told], 1 / ranks, rtol=_EQUAL).all())
     of_all = Ill(is_divided, say_of_all, 1 / ranks, 1.0, "critical", steps=2, key="all")
     calls = np.ones(len(sides.layers), np.int64)
-    return [*judge_ratios(step, memory, "", sides, calls, factor, consecutive_steps, say), of_all]
+    return [*judge_ratios(step, memory, "", sides, calls, factor, consecutive_steps, ranks, say), of_all]
 
 
 @rule(per_site=False, depth=1, law="replica")

@@ -11,6 +11,8 @@ from hookstats.rules.formatting import number, times
 from hookstats.rules.memory import Memory
 from hookstats.rules.step import Step
 
+_ALIKE = 0.3  # of their mean, how far the ratios of sampled elements may lie apart that have one factor
+
 
 @rule(of="optimizer_law", depth=2, law="optimizer")
 def optimizer_formula(step: Step, memory: Memory, factor: float = 1.5, consecutive_steps: int = 2) -> list[Ill]:
@@ -37,14 +39,17 @@ def optimizer_formula(step: Step, memory: Memory, factor: float = 1.5, consecuti
     are not seen: the formula holds for whatever moments there are.
     """
     judged = step.is_kind("optimizer_law") & (step.calls > 0)
-    low, high = step.totals.min, step.totals.max
+    low, high, mean = step.totals.min, step.totals.max, step.totals.mean
     far = np.where(abs(high - 1) >= abs(low - 1), high, low)
     where = judged & (far != 1)
+    is_all = where & (low != 1) & (high != 1) & (high - low < _ALIKE * abs(mean))  # of all elements, but for rounding
+    far = np.where(is_all, mean, far)
 
     def say(site: int, since: int) -> str:
+        at = "all sampled elements" if is_all[site] else "one sampled element at least"
         size = f"by {number(far[site])} times what the optimizer's formula says" if far[site] else "not at all"
         return (
-            f"the parameter {step.sites[site].name} is changed {size}, at one sampled element at least, in each "
+            f"the parameter {step.sites[site].name} is changed {size}, at {at}, in each "
             f"measured step since step {since}. Look at what changes gradients, states or parameters while it steps, "
             "and at shards that are not stepped."
         )

@@ -148,27 +148,39 @@ def _totals_that_tell(step: Step, pairs: Counts) -> Counts:
     return pairs[:, known]
 
 
-def residuals(sides: Sides) -> tuple[float, Counts, Array]:
+def residuals(sides: Sides, of_ranks: float) -> tuple[float, Counts, Array]:
     """Return the factor that layers have in common, the places of those that tell, and how far each channel is off it.
 
-    The factor is 1 if any layer has it; NaN: they have none. ``[channels]``: in parts of what rounding allows.
+    The factor is 1 if any layer has it, unless most have `of_ranks`, that of the other way to reduce gradients over
+    ranks; NaN: they have none. ``[channels]``: in parts of what rounding allows.
     """
     factors, tells = sides.factors()
     told = np.flatnonzero((tells > _TELLS) & np.isfinite(factors))
     off = sides.residual(np.ones(len(factors)))
-    if not len(told) or (np.maximum.reduceat(off, sides.begin)[told] <= 1).any():
-        return 1.0, told, off
-    common = middle(factors[told])
+    has_one = not len(told) or bool((np.maximum.reduceat(off, sides.begin)[told] <= 1).any())
+    common = middle(factors[told]) if len(told) else 0.0
     agree = np.count_nonzero(abs(factors[told] / common - 1) < _EQUAL) if common else 0
-    if agree < 2 or 3 * agree < 2 * len(told):
+    is_common = agree >= 2 and 3 * agree >= 2 * len(told)
+    is_of_ranks = of_ranks != 1 and is_common and abs(common / of_ranks - 1) < _EQUAL
+    if has_one and not is_of_ranks:
+        return 1.0, told, off
+    if not is_common:
         return float("nan"), told, off
     return float(common), told, sides.residual(np.full(len(factors), common))
 
 
 def judge_ratios(
-    step: Step, memory: Memory, key: str, sides: Sides, calls: Counts, factor: float, steps: int, say: Say
+    step: Step,
+    memory: Memory,
+    key: str,
+    sides: Sides,
+    calls: Counts,
+    factor: float,
+    steps: int,
+    of_ranks: float,
+    say: Say,
 ) -> list[Ill]:
-    """key: of what is remembered. factor: from which on it is critical.
+    """key: of what is remembered. factor: from which on it is critical. of_ranks: see `residuals`.
 
     calls ``[layers]``: how many tensors the right side of each is of; one of several is judged where another one of
     as many keeps the law: a backward may not have reached the parameters.
@@ -177,7 +189,7 @@ def judge_ratios(
     def of(name: str, missing: float) -> Any:
         return memory.of_sites(f"{key} {name}", missing)
 
-    common, told, off = residuals(sides)
+    common, told, off = residuals(sides, of_ranks)
     lengths, first = of("lengths", 0), of("first", np.nan)
     agreed, known = of("agreed", False), of("known", False)  # in the last judged step; ever
     keeps, worst = np.zeros(len(sides.layers), bool), np.maximum.reduceat(off, sides.begin)

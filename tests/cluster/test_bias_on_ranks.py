@@ -25,6 +25,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "ddp, before the reduction": LOCAL,
     "fsdp, healthy": TENSORS,
     "fsdp, times eight": TENSORS,
+    "fsdp, times the ranks": TENSORS,
 }
 
 
@@ -63,8 +64,8 @@ def findings(rank: int, world: int, case: str) -> list[Finding]:
             gradient /= world
         if begun[0] and case == "ddp, channels of one rank":
             gradient[WIDTH // world :] *= world
-        if begun[0] and case == "fsdp, times eight":
-            gradient.to_local().mul_(8)
+        if begun[0] and case in ("fsdp, times eight", "fsdp, times the ranks"):
+            gradient.to_local().mul_(8 if case == "fsdp, times eight" else world)
         optimizer.step()
         optimizer.zero_grad()
         taken.append(monitor.step())
@@ -84,7 +85,12 @@ def test_gradients_that_are_averaged_over_ranks_keep_the_law(found: dict[str, li
 
 @pytest.mark.parametrize(
     ("case", "factor"),
-    [("ddp, divided once more", 0.5), ("ddp, channels of one rank", 2.0), ("fsdp, times eight", 8.0)],
+    [
+        ("ddp, divided once more", 0.5),
+        ("ddp, channels of one rank", 2.0),
+        ("fsdp, times eight", 8.0),
+        ("fsdp, times the ranks", 2.0),
+    ],
 )
 def test_a_fault_after_the_reduction_is_found_with_its_place_and_factor(
     found: dict[str, list[Finding]], case: str, factor: float
