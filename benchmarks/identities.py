@@ -233,6 +233,9 @@ def of_fleet(names: list[str]) -> None:
             return hookstats.attach(model, every=1, sinks=stop)
 
         def holding(model: nn.Module, snapshots: Any, given: Any = given, found: Any = found) -> hookstats.Monitor:
+            if not given:  # its forward is not what a step runs
+                found.append(Identities(model, [], []))
+                return hookstats.attach(model, every=1, sinks=snapshots.append)
             args, kwargs = given[0]
             found.append(hookstats.find_identities(model, lambda: model(*args, **kwargs)))
             options = hookstats.Options(identities=found[0])

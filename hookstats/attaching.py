@@ -85,9 +85,10 @@ def attach(
             parameter, what a step changes in them, and those of a floating buffer. On request ``"input"``,
             ``"grad_input"``, ``"param"``, ``"param_update"``, ``"buffer"``;
             ``"param_grad_local"``, a rank's own gradients, of each backward, before DistributedDataParallel reduces
-            them; ``"optimizer"``, what an optimizer keeps of each parameter; ``"attention"``, the logits of each head;
-            ``"router"``, the routers of mixtures of experts; ``"outside_update"``, what of a parameter's sample is
-            another one when the next step of an optimizer begins, measured or not, than it was after a measured step;
+            them; ``"reduction"``, 64 elements of these and of the reduced ones; ``"optimizer"``, what an optimizer
+            keeps of each parameter; ``"attention"``, the logits of each head; ``"router"``, the routers of mixtures
+            of experts; ``"outside_update"``, what of a parameter's sample is another one when the next
+            step of an optimizer begins, measured or not, than it was after a measured step;
             ``"token_weights"``, what a cross entropy divides its tokens by;
             ``"adjoint"``, of one module in each measured step, whether its backward is that of its forward;
             ``"optimizer_law"``, what a step of SGD, Adam or AdamW did to a parameter's sample over its formula.

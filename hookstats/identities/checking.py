@@ -65,6 +65,8 @@ class Identities:
         missing = [name for each in self.identities for name in each.parameters if name not in parameters]
         if missing:
             raise ValueError(f"check: expected a model with the parameter {missing[0]!r}, got {type(model).__name__}")
+        if not self.identities:
+            return Checked([], 0, {})
         before = {name: each.grad for name, each in parameters.items()}
         modules = dict(model.named_modules())
         layout = IdentityLayout(self.identities, lambda name: parameters[name].dim())

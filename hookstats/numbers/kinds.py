@@ -50,6 +50,10 @@ _ROWS = (
         "param_grad_local", "parameter", "a rank's own gradient{} of the parameter {}", "ranks' own gradients",
         is_gradient=True, is_local=True,
     ),
+    Kind(
+        "reduction", "parameter", "sampled elements of the gradient{} of the parameter {}", "sampled gradients",
+        is_about=True, is_local=True, is_part=True,
+    ),
     Kind("param_update", "parameter", "the update{} of the parameter {}", "updates of parameters", is_update=True),
     Kind(
         "update_sample", "parameter", "the sampled update{} of the parameter {}", "sampled updates of parameters",

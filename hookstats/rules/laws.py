@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from hookstats.numbers.fields import Counts, Site
@@ -114,12 +116,13 @@ def _all_biases_and_outputs(step: Step, kind: str) -> Counts:
     return result
 
 
-@rule(of="param_grad_local", depth=4, law="reduction")
+@rule(of=("param_grad_local", "reduction"), depth=4, law="reduction")
 def reduced_gradient(step: Step, memory: Memory, factor: float = 1.5, consecutive_steps: int = 5) -> list[Ill] | None:
     """Reduced gradients are no mean of what the ranks brought: critical from a factor on, or a warning.
 
-    Needs ``"param_grad_local"`` among the tensors, and ``process_group``. The gradient that an optimizer takes is the
-    mean over the ranks of what their backwards brought together, so the sums over each of its channels are: this ratio
+    Needs ``"reduction"`` among the tensors, and ``process_group``. The gradient that an optimizer takes is the mean
+    over the ranks of what their backwards brought together, at each element: 64 of each parameter are compared. With
+    ``"param_grad_local"``, which reads all of each rank's own gradients, so are the sums over each channel. Their ratio
     is 1, the number of ranks where gradients are summed, or what clipping has made of it in all layers alike: then it
     is their median. Rounding leaves as much as in ``bias-gradient``, and findings come as there: whole factors (2, 1/4)
     in the second measured step in a row, others where they stay the same to 0.5 % for ``consecutive_steps`` = 5. They
@@ -135,19 +138,13 @@ def reduced_gradient(step: Step, memory: Memory, factor: float = 1.5, consecutiv
     """
     if step.ranks == 1:
         return None
-    local = step.partner("param_grad", "param_grad_local")
-    known: Mask = (local >= 0) & (step.totals.count > 0) & (step.totals.count[local] > 0)
-    known &= step.nonfinite + step.nonfinite[local] == 0
-    gradients = np.flatnonzero(known)
-    sides = Sides.of(step, gradients, local[gradients]) if gradients.size else None
-    if sides is None:
-        return None
     ranks = step.ranks
-    sides = sides._replace(right=sides.right / ranks, rounding=sides.rounding / ranks)
 
-    def say(broken: Broken) -> str:
+    def say(is_of_elements: bool, broken: Broken) -> str:
         others = times(broken.others, "other parameter")
         name = f"{broken.name}{broken.where}"
+        if is_of_elements:
+            name = name.replace(" channel", " sampled element")
         if broken.factor != broken.factor:
             return (
                 f"the reduced gradient of {name} is not the mean of what {ranks} ranks have brought, nor a multiple of "
@@ -166,15 +163,42 @@ def reduced_gradient(step: Step, memory: Memory, factor: float = 1.5, consecutiv
     def say_of_all(site: None, since: int) -> str:
         return (
             f"the reduced gradients are 1/{ranks} of the mean over {ranks} ranks of what these have brought, in "
-            f"all {len(told)} parameters that tell, in each measured step since step {since}: they were "
+            f"all {most} parameters that tell, in each measured step since step {since}: they were "
             "divided by the number of ranks twice. DistributedDataParallel has done it."
         )
 
-    factors, told = sides.factors()[0], residuals(sides, ranks)[1]
-    is_divided = len(told) > 1 and bool(np.isclose(factors[told], 1 / ranks, rtol=_EQUAL).all())
-    of_all = Ill(is_divided, say_of_all, 1 / ranks, 1.0, "critical", steps=2, key="all")
-    calls = np.ones(len(sides.layers), np.int64)
-    return [*judge_ratios(step, memory, "", sides, calls, factor, consecutive_steps, ranks, say), of_all]
+    ills: list[Ill] = []
+    named, most, is_divided = set[str](), 0, False
+    for reduced, own in _REDUCED_AND_OWN:
+        sides = _sides_of_reduction(step, reduced, own)
+        if sides is None:
+            continue
+        factors, told = sides.factors()[0], residuals(sides, ranks)[1]
+        if len(told) > max(most, 1):
+            most, is_divided = len(told), bool(np.isclose(factors[told], 1 / ranks, rtol=_EQUAL).all())
+        calls, tell = np.ones(len(sides.layers), np.int64), partial(say, own == "reduction.local")
+        for ill in judge_ratios(step, memory, own, sides, calls, factor, consecutive_steps, ranks, tell):
+            new = [i for i in np.flatnonzero(ill.where).tolist() if step.sites[i].name not in named]
+            named |= {step.sites[i].name for i in new}
+            ill.where = np.isin(np.arange(len(step.sites)), new)  # each parameter once
+            ills.append(ill)
+    return [*ills, Ill(is_divided, say_of_all, 1 / ranks, 1.0, "critical", steps=2, key="all")]
+
+
+# By the sums of channels, and by sampled elements.
+_REDUCED_AND_OWN = (("param_grad", "param_grad_local"), ("reduction.reduced", "reduction.local"))
+
+
+def _sides_of_reduction(step: Step, reduced: str, own: str) -> Sides | None:
+    """Return gradients that optimizers take, and the mean over ranks of what these brought."""
+    local = step.partner(reduced, own)
+    known: Mask = (local >= 0) & (step.totals.count > 0) & (step.totals.count[local] > 0)
+    known &= step.nonfinite + step.nonfinite[local] == 0
+    gradients = np.flatnonzero(known)
+    sides = Sides.of(step, gradients, local[gradients]) if gradients.size else None
+    if sides is None or own != "param_grad_local":  # of elements, those of all ranks are summed on both sides
+        return sides
+    return sides._replace(right=sides.right / step.ranks, rounding=sides.rounding / step.ranks)
 
 
 @rule(per_site=False, depth=1, law="replica")

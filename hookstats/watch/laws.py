@@ -20,7 +20,7 @@ NEEDS = {
     "optimizer": ("optimizer_law",),
     "step": ("outside_update",),
     "replica": ("param_sample",),
-    "reduction": ("param_grad", "param_grad_local"),
+    "reduction": ("reduction",),
     "identity": ("identity",),
     "adjoint": ("adjoint",),
 }
@@ -72,6 +72,8 @@ def laws(
         if declared.get(name) is False:
             return Law(name, False, "it is declared as broken by design: Options(laws=...)")
         missing = [kind for kind in NEEDS[name] if kind not in kinds]
+        if name == "reduction" and {"param_grad", "param_grad_local"} <= kinds:  # by channel sums
+            missing = []
         if missing and name == "identity":
             return Law(name, False, "needs Options(identities=hookstats.find_identities(model, forward))")
         if missing:
@@ -186,11 +188,11 @@ def _apply_to_parameters(kind: str, why: str) -> Callable[[StepFrame], _Applied]
     return apply
 
 
-def _apply_to_ranks(kind: str) -> Callable[[StepFrame], _Applied]:
+def _apply_to_ranks(*kinds: str) -> Callable[[StepFrame], _Applied]:
     def apply(frame: StepFrame) -> _Applied:
         if len(frame.ranks.present) == 1:
             return None, "there is one rank: attach(process_group=...) measures several together"
-        count = len(_list_fired(frame, kind))
+        count = len({frame.sites.names[i].name for each in kinds for i in _list_fired(frame, each)})
         where = f"{count} parameters on {len(frame.ranks.present)} ranks"
         return (where if count else None), "no parameter was measured"
 
@@ -203,7 +205,7 @@ _APPLIED: dict[str, Callable[[StepFrame], _Applied]] = {
     "optimizer": _apply_to_parameters("optimizer_law", "no step of SGD, Adam or AdamW was measured"),
     "step": _apply_to_parameters("outside_update", "no optimizer has stepped in two measured steps"),
     "replica": _apply_to_ranks("param_sample"),
-    "reduction": _apply_to_ranks("param_grad_local"),
+    "reduction": _apply_to_ranks("param_grad_local", "reduction"),
     "identity": _identity,
     "adjoint": _adjoint,
 }

@@ -27,6 +27,7 @@ from hookstats.watch.binding import SiteBinder
 from hookstats.watch.flags import is_capturing
 from hookstats.watch.given_loss import GivenLoss
 from hookstats.watch.local_gradients import LOCAL_GRADIENT, LocalGradients
+from hookstats.watch.local_gradients import SAMPLES as OF_REDUCTION
 from hookstats.watch.memory import Entry, StateStore, local_part
 from hookstats.watch.optimizer_law import KIND as LAW
 from hookstats.watch.optimizer_law import OptimizerLaw
@@ -121,8 +122,9 @@ class Parameters:
         if is_there and not parameter.entries.keys().isdisjoint(SAMPLES):
             self._samples.make_room(parameter, values_of(parameter, local_part(tensor)))
         self._parameters.all.append(parameter)
-        if LOCAL_GRADIENT in parameter.entries:
-            self.local_gradients.watch(parameter)
+        has_samples = OF_REDUCTION in self._kinds and tensor.requires_grad and not slot.is_buffer
+        if has_samples or LOCAL_GRADIENT in parameter.entries:
+            self.local_gradients.watch(parameter, has_samples)
         if slot.is_buffer:
             self._buffers.append(parameter)
 
@@ -245,7 +247,7 @@ class Parameters:
             for each in (self._parameters.all if stepping is None else stepping)
             for kind in each.entries
             # What an optimizer makes comes after its step, and what a backward makes came with it.
-            if not kind_of(kind).is_update and kind != LOCAL_GRADIENT and each.measures(kind)
+            if not kind_of(kind).is_update and not kind_of(kind).is_local and each.measures(kind)
         ]
 
         def value(each: Parameter, kind: str) -> torch.Tensor | None:
@@ -267,6 +269,7 @@ class Parameters:
                 if owner[1] == "param_grad" and gradient is not None:
                     scaled[owner], values[place] = gradient, None
         self._batches.accumulate(owners, values)
+        self.local_gradients.sample_reduced(self._parameters.all if stepping is None else stepping, grad_scale)
         if grad_scale is not None:
             self._measure_unscaled(scaled, grad_scale)
 
@@ -317,6 +320,7 @@ class Parameters:
         for (each, _), found in zip(owners, gradients, strict=True):
             each.is_unclipped |= found is not None
         failed = self._batches.accumulate(owners, gradients)
+        self.local_gradients.sample_reduced(self._parameters.all)
         return {
             each: found
             for number, ((each, kind), found) in enumerate(zip(owners, gradients, strict=True))
@@ -490,5 +494,7 @@ def kinds_of(slot: Slot, tensor: torch.Tensor, kinds: tuple[str, ...]) -> list[s
     return [
         kind
         for kind in kinds
-        if kind_of(kind).of == "parameter" and kind != STATES and (kind == "param" or tensor.requires_grad)
+        if kind_of(kind).of == "parameter"
+        and kind not in (STATES, OF_REDUCTION)
+        and (kind == "param" or tensor.requires_grad)
     ]

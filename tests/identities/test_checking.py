@@ -149,6 +149,13 @@ def test_the_sums_that_differ_are_named() -> None:
     assert "1 of 64 sums differ" in str(up)
 
 
+def test_a_model_without_identities_is_no_error_and_proves_nothing() -> None:
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)), torch.randn(5, 3)
+    checked = hookstats.find_identities(model, lambda: model(x)).check(lambda: model(x).sum().backward())
+    assert not checked
+    assert (checked.judged, checked.breaks) == (0, [])
+
+
 def same_gradients(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:
     now = dict(of_gradients(model))
     return now.keys() == before.keys() and all(torch.equal(gradient, before[name]) for name, gradient in now.items())

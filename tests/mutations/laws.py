@@ -6,6 +6,27 @@ from tests.mutations import Mutant
 
 MUTANTS = [
     Mutant(
+        "elements are summed over ranks on one side alone",
+        "hookstats/rules/laws.py",
+        'if sides is None or own != "param_grad_local":',
+        "if sides is None:",
+        "tests/cluster/test_reduced.py",
+    ),
+    Mutant(
+        "a fault whose factor is the number of ranks is what layers have in common",
+        "hookstats/rules/ratios.py",
+        "if has_one and not is_of_ranks:",
+        "if has_one:",
+        "tests/cluster/test_bias_on_ranks.py",
+    ),
+    Mutant(
+        "elements of gradients are sampled again when they were clipped",
+        "hookstats/watch/local_gradients.py",
+        "self._sampled |= found.keys()",
+        "pass",
+        "tests/watch/test_local_gradients.py -k sampled_elements",
+    ),
+    Mutant(
         "a gradient of random numbers alone misses what norms project out",
         "hookstats/identities/adjoint.py",
         "return (noise + y.detach() / _rms(y.detach().float()) + 1).to(y.dtype)",

@@ -54,7 +54,7 @@ def test_each_law_says_where_it_is_applied_or_why_not(tmp_path: Path) -> None:
     assert said["cross_entropy"].where == "logits of 1 forwards, 32 tokens"
     assert said["optimizer"].where == said["step"].where == "3 parameters"
     assert "process_group" in said["replica"].where
-    assert said["reduction"].where == "needs 'param_grad_local' among the tensors"
+    assert said["reduction"].where == "needs 'reduction' among the tensors"
     lines = str(said).splitlines()
     assert lines[0].split() == ["law", "applied", "where,", "or", "why", "not"]
     assert [line.split()[:2] for line in lines[1:3]] == [["bias", "yes"], ["cross_entropy", "yes"]]

@@ -64,6 +64,41 @@ def test_each_backward_counts_as_it_came_and_training_does_not_change() -> None:
         assert total.mean == pytest.approx(3 * stats.total.mean, rel=1e-5, abs=1e-9)
 
 
+@pytest.mark.parametrize("is_clipped", [False, True])
+def test_sampled_elements_are_those_of_each_backward_and_of_what_the_optimizer_takes(is_clipped: bool) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    options = hookstats.Options(strict=True)
+    monitor = hookstats.attach(model, tensors=("reduction",), every=1, options=options)
+    for seed in (1, 2):
+        model(batch(seed)).square().mean().backward()
+    if is_clipped:
+        monitor.measure_gradients()  # before
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+    snapshot = monitor.step()
+    assert snapshot is not None
+    for name, gradients in own_gradients([1, 2]).items():
+        elements = sum(gradients).flatten().double()  # type: ignore[union-attr]
+        places = torch.linspace(0, len(elements) - 1, min(len(elements), 64)).long()
+        local, reduced = (snapshot[name, f"reduction.{kind}"] for kind in ("local", "reduced"))
+        assert (local.calls, reduced.calls) == (2, 1)
+        for stats in (local, reduced):
+            sums = stats.channels.mean * stats.calls
+            assert np.allclose(sums, elements[places].numpy(), rtol=1e-5, atol=1e-8), name
+
+
+def test_a_parameter_that_is_replaced_by_a_smaller_one_is_left_out() -> None:
+    model = network()
+    monitor = hookstats.attach(model, tensors=("reduction",), every=1)
+    model[0].weight = nn.Parameter(torch.zeros(10, 3))
+    model(batch(1)[:, :3]).square().mean().backward()
+    monitor.step()  # it is found when a step ends
+    with pytest.warns(UserWarning, match="expected a gradient of 60 elements, as before, got one of 30"):
+        model(batch(1)[:, :3]).square().mean().backward()
+    assert monitor.detach() == []
+
+
 def test_nothing_is_measured_in_other_steps_and_nothing_is_left_on_the_model() -> None:
     model = network()
     monitor = hookstats.attach(model, tensors=BOTH, every=2)
