@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from hookstats.identities.layout import IdentityLayout, LocalParameter
+from hookstats.identities.runs import place_of
 from hookstats.identities.spreads import SpreadHook, unit_of
 from hookstats.identities.terms import Break, Identity, judge
 from hookstats.numbers.fields import Array
@@ -30,6 +30,8 @@ class Identities:
         self.identities = identities
         held = {name for each in identities for name in each.parameters}
         self.unseen = [name for name in unseen if name not in held]
+        seen = {place_of(name) for name, _ in model.named_parameters() if name not in unseen}
+        self._places = {name: place if (place := place_of(name)) in seen else None for name in self.unseen}
 
     def __len__(self) -> int:
         return len(self.identities)
@@ -44,6 +46,15 @@ class Identities:
         return "\n".join([head, *map(str, self.identities)])
 
     __repr__ = __str__
+
+    def list_rivals(self, identity: Identity) -> list[str]:
+        """Return the parameters that had no part in the proof, and with a gradient may be a part of the identity.
+
+        These are experts beside those that it holds, and modules of a name that nothing had that ran, such as a head
+        that is added later.
+        """
+        own = {place_of(name) for name in identity.parameters}
+        return [name for name, place in self._places.items() if place is None or place in own]
 
     def check(self, run: Callable[[], Any], model: nn.Module | None = None) -> Checked:
         """Run a forward and backward, and compare both sides of each identity in its gradients.
@@ -89,9 +100,9 @@ class Identities:
     ) -> Checked:
         found, read = self._read(parameters, layout)
         compared = [each.cpu().numpy() for each in layout.compare(read, spreads)]
-        woken = {place_of(name): name for name in self.unseen if found[name].moves}
         given, left_out = list[tuple[Identity, list[Named], list[Named], Array]](), dict[str, str]()
         for number, each in enumerate(self.identities):
+            woken = [name for name in self.list_rivals(each) if found[name].moves]
             reason = _reason(each, found, parameters, woken)
             if reason is not None:
                 left_out[str(each)] = reason
@@ -170,26 +181,18 @@ def _whole(tensor: Any) -> torch.Tensor:
     return full.to_dense() if full.layout != torch.strided else full
 
 
-def place_of(name: str) -> str:
-    """Return a parameter's name without its numbers: experts of all layers have one place."""
-    return re.sub(r"\b\d+\b", "*", name)
-
-
 def _reason(
-    identity: Identity, read: dict[str, _Gradient], parameters: dict[str, nn.Parameter], woken: dict[str, str]
+    identity: Identity, read: dict[str, _Gradient], parameters: dict[str, nn.Parameter], woken: list[str]
 ) -> str | None:
     """Return why an identity is not judged.
 
-    woken: parameters that had no part in the runs by which identities were found, and have one now, by their place.
+    woken: parameters that had no part in the runs by which identities were found, and have one now.
     """
     if not any(read[name].moves for name in identity.parameters):
         return "its gradients are 0"
+    if woken:
+        return f"{woken[0]} did not run when identities were found; find them with a batch that reaches it"
     for name in identity.parameters:
-        if place_of(name) in woken:
-            return (
-                f"{woken[place_of(name)]} did not run when identities were found; find them with a batch that reaches "
-                "it"
-            )
         if not parameters[name].requires_grad:
             return f"{name} is frozen"
         if not read[name].is_finite:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from hookstats.identities.runs import (
     Scaled,
     full_name,
     is_same,
+    place_of,
     powers_of_two,
     scale,
     scale_output,
@@ -70,7 +70,7 @@ def find_identities(model: nn.Module, forward: Callable[[], Any]) -> Identities:
             f"find_identities: expected plain parameters, got a DTensor for {sharded[0]}; call it before sharding"
         )
     runs = RepeatableModel(model, forward)
-    return Identities(model, _Finding(runs).find_all(), runs.list_uncalled())
+    return Identities(model, _Finding(runs).find_all(), runs.list_unused())
 
 
 class _Finding:
@@ -104,14 +104,17 @@ class _Finding:
     def _filter_proved(self, identities: list[Identity]) -> list[Identity]:
         """Return those that hold for the whole model with its parameters scaled, all at once or each by itself.
 
-        So a parameter that is also used elsewhere is found, and what saturates: these powers are larger.
+        So a parameter that is also used elsewhere is found, and what saturates: these powers are larger. What is 0 has
+        other values meanwhile, as a branch that begins at 0 hides what it adds to.
         """
-        if not identities or self._is_same(identities):
+        filled = self._runs.fill_zeros()
+        output = self._runs.run_with(filled) if filled else self._runs.output
+        if not identities or self._is_same(identities, filled, output):
             return identities
-        return [each for each in identities if self._is_same([each])]
+        return [each for each in identities if self._is_same([each], filled, output)]
 
-    def _is_same(self, identities: list[Identity]) -> bool:
-        own = dict(self._model.named_parameters())
+    def _is_same(self, identities: list[Identity], filled: dict[str, torch.Tensor], expected: Any) -> bool:
+        own = {**dict(self._model.named_parameters()), **filled}
         largest = 2 if any(each.dtype == torch.float16 for each in own.values()) else 7
         changed: dict[str, torch.Tensor] = {}
         for each in identities:
@@ -122,10 +125,10 @@ class _Finding:
                     every = torch.ones(before.shape[term.dim], dtype=torch.float64)
                     every[term.places] = factors[term.groups]
                     changed[term.parameter] = _scale_parameter(before, term.dim, every, term.offset)
-        output = self._runs.run_with(changed)
+        output = self._runs.run_with(filled | changed)
         if not any(term.offset for each in identities for term in each.left):
-            return is_same(output, self._runs.output)
-        pairs = zip(tensors_in(output), tensors_in(self._runs.output), strict=True)
+            return is_same(output, expected)
+        pairs = zip(tensors_in(output), tensors_in(expected), strict=True)
         return all(bool((a - b).norm() <= 0.02 * b.norm()) for a, b in pairs)  # 1 + w is rounded
 
     # Producers
@@ -357,7 +360,7 @@ def _group_alike(model: nn.Module, names: Iterable[str]) -> list[list[str]]:
     for name in names:
         module = model.get_submodule(name)
         sizes = tuple(each.shape for each in module.parameters())
-        found.setdefault((re.sub(r"\b\d+\b", "*", name), type(module), sizes), []).append(name)
+        found.setdefault((place_of(name), type(module), sizes), []).append(name)
     return list(found.values())
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hookstats import _native
-from hookstats.identities.checking import Identities, place_of
+from hookstats.identities.checking import Identities
 from hookstats.identities.layout import Compared, IdentityLayout, LocalParameter
 from hookstats.identities.spreads import unit_of
 from hookstats.identities.terms import UNIT, Identity, Term
@@ -84,10 +84,7 @@ class JointSums:
         self._parameters: dict[str, Parameter] = {}
         chosen = [sample_sums(each) for each in identities.identities]
         self._layout = IdentityLayout(chosen, lambda name: _dims(self._parameter(name).get()))
-        unseen: dict[str, list[str]] = {}
-        for name in identities.unseen:
-            unseen.setdefault(place_of(name), []).append(name)
-        self.watched = [self._watch(number, each, unseen) for number, each in enumerate(chosen)]
+        self.watched = [self._watch(n, each, identities.list_rivals(each)) for n, each in enumerate(chosen)]
         self._spreads = self._layout.spreads(self._modules, self._is_measuring, self._fail)
         self._step = store.clears  # the open one
         self._done = set[int]()  # numbers, in this step
@@ -114,14 +111,13 @@ class JointSums:
             self._parameters[name] = Parameter(len(self._parameters), name, Slot(module, key), True, None)
         return self._parameters[name]
 
-    def _watch(self, number: int, identity: Identity, unseen: dict[str, list[str]]) -> _Watched:
+    def _watch(self, number: int, identity: Identity, rare: list[str]) -> _Watched:
         owners = [
             self._add(self._parameter(each.parameter), number, SIDES[each.side], identity.groups)
             for each in self._layout.owners_of[number]
         ]
         owners.append(self._add(owners[0][0], number, ROUNDING, identity.groups))
         names = list(dict.fromkeys(identity.parameters))
-        rare = [name for place in {place_of(name) for name in names} for name in unseen.get(place, [])]
         for name in rare:
             self._parameter(name)
         return _Watched(number, identity, names, owners, rare)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -142,10 +143,18 @@ class RepeatableModel:
                 found |= {f"{path}.{key}": each for key, each in inner.named_parameters(recurse=False)}
         return found
 
-    def list_uncalled(self) -> list[str]:
-        """Return the names of parameters of modules that were not called: experts that got no token."""
+    def list_unused(self) -> list[str]:
+        """Return the names of parameters that have no part in a run: of experts that got no token.
+
+        Those of a module that is never called itself may be used by another one, as nn.MultiheadAttention does.
+        """
         silent = {name for name in self.modules if name not in self.calls}
-        return [name for name, _ in self.model.named_parameters() if name.rpartition(".")[0] in silent]
+        by_place: dict[str, dict[str, torch.Tensor]] = {}
+        for name, each in self.model.named_parameters():
+            if name.rpartition(".")[0] in silent:
+                by_place.setdefault(place_of(name), {})[name] = 2 * each.detach() + 1
+        unused = [names for names in by_place.values() if is_same(self.run_with(names), self.output)]
+        return [name for names in unused for name in names]
 
     def fill_zero_vectors(self, name: str) -> dict[str, torch.Tensor]:
         """Return a module's parameters with vectors that are 0 as others, so that a scale of them shows."""
@@ -156,6 +165,17 @@ class RepeatableModel:
             if (each.dim() < widest or widest == 1) and not each.any():
                 values = 0.25 + torch.rand(each.shape, generator=generator) / 2
                 found[key] = values.to(each.device, each.dtype)
+        return found
+
+    def fill_zeros(self) -> dict[str, torch.Tensor]:
+        """Return the parameters of the model that are 0 as others: what they hide is there after some steps."""
+        generator = torch.Generator().manual_seed(0)
+        found = dict[str, torch.Tensor]()
+        for name, each in self.model.named_parameters():
+            if each.is_floating_point() and not each.any():
+                size = each.shape[-1] if each.dim() > 1 else 1
+                values = (0.25 + torch.rand(each.shape, generator=generator) / 2) / size
+                found[name] = values.to(each.device, each.dtype)
         return found
 
     def call(self, name: str, changed: Mapping[str, torch.Tensor], args: Any = None, kwargs: Any = None) -> Any:
@@ -317,6 +337,11 @@ def spreads(powers: torch.Tensor, width: int) -> Iterator[tuple[torch.Tensor, in
             yield powers.view(-1, 1, run).expand(-1, repeats, run).reshape(-1), repeats, run
             if repeats == 1:
                 return
+
+
+def place_of(name: str) -> str:
+    """Return a parameter's name without its numbers: experts of all layers have one place."""
+    return re.sub(r"\b\d+\b", "*", name)
 
 
 def full_name(module: str, parameter: str) -> str:

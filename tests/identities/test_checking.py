@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 import hookstats
 from hookstats.results import Identities
+from hookstats.rules.identities import compare
+from hookstats.rules.step import SiteIds, Step
 from tests import ranks
 from tests.identities.models import Llama, RMSNorm, ids, loss_of
 
@@ -154,6 +156,41 @@ def test_a_model_without_identities_is_no_error_and_proves_nothing() -> None:
     checked = hookstats.find_identities(model, lambda: model(x)).check(lambda: model(x).sum().backward())
     assert not checked
     assert (checked.judged, checked.breaks) == (0, [])
+
+
+class Tasks(nn.Module):
+    """A second head reads the trunk as soon as there is a second task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(16, 2)
+        self.is_second = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.trunk(x).relu()
+        out: torch.Tensor = self.first(hidden).sum() + (self.second(hidden).sum() if self.is_second else 0)
+        return out
+
+
+def test_a_head_that_is_added_later_is_said_and_its_trunk_is_not_judged() -> None:
+    torch.manual_seed(0)
+    model, x = Tasks(), torch.randn(16, 8)
+    found = hookstats.find_identities(model, lambda: model(x))
+    assert found.check(lambda: model(x).backward())
+    model.is_second = True
+    checked = found.check(lambda: model(x).backward())
+    assert (checked.judged, checked.breaks) == (0, [])
+    assert "second.weight did not run when identities were found" in next(iter(checked.left_out.values()))
+    optimizer, taken = torch.optim.SGD(model.parameters(), 1e-2), list[hookstats.Snapshot]()
+    options = hookstats.Options(identities=found, strict=True)
+    with hookstats.attach(model, every=1, sinks=taken.append, options=options) as monitor:
+        for step in range(4):
+            model.is_second = step > 1
+            model(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            monitor.step()
+    assert [len(compare(Step(each, SiteIds()))) for each in taken] == [1, 1, 0, 0]
 
 
 def same_gradients(model: nn.Module, before: dict[str, torch.Tensor]) -> bool:

@@ -196,6 +196,27 @@ def test_tied_parameters_and_weights_of_zero_prove_nothing() -> None:
     assert sides(found_in(lora, torch.randn(5, 8))) == {"0.weight = 1.weight": 4}
 
 
+class Branch(nn.Module):
+    """A residual branch that begins at 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
+        nn.init.zeros_(self.down.weight)
+        nn.init.zeros_(self.down.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(self.up(x).relu())
+        return out
+
+
+def test_a_branch_that_begins_at_0_hides_no_reader() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 16), Branch(), nn.Linear(16, 4)), torch.randn(6, 8)
+    found = hookstats.find_identities(model, lambda: model(x))
+    assert "0.weight" not in {name for each in found.identities for name in each.parameters}
+
+
 def test_norms_that_are_stored_less_one_are_told_by_their_offset() -> None:
     torch.manual_seed(0)
     found = found_in(Llama(offset=1.0), ids())

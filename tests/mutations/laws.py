@@ -6,6 +6,20 @@ from tests.mutations import Mutant
 
 MUTANTS = [
     Mutant(
+        "what a branch of zeros hides is taken for nobody's",
+        "hookstats/identities/finding.py",
+        "filled = self._runs.fill_zeros()",
+        "filled: dict[str, torch.Tensor] = {}",
+        "tests/identities/test_finding.py -k hides_no_reader",
+    ),
+    Mutant(
+        "a module that is added later reads nothing",
+        "hookstats/identities/checking.py",
+        "if place is None or place in own]",
+        "if place in own]",
+        "tests/identities/test_checking.py -k added_later",
+    ),
+    Mutant(
         "elements are summed over ranks on one side alone",
         "hookstats/rules/laws.py",
         'if sides is None or own != "param_grad_local":',
