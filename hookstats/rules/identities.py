@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hookstats.numbers.fields import FIELDS, Array
+from hookstats.numbers.fields import FIELDS, Array, Counts
 from hookstats.numbers.identities import (
     MANY,
     ROUNDING,
@@ -121,7 +121,8 @@ def identity(
         return (
             f"the gradients of {left} and {right} do not fit together, in each measured step since step {since}: "
             f"weight times gradient is {abs(shares[site]):.1%} {more} over the one than over the other, in all sums "
-            "alike. Look at what scales one of these gradients, and at sums in low precision."
+            f"alike. {_suspected(by_site[site], fitting)}Look at what scales one of these gradients, and at sums in "
+            "low precision."
         )
 
     def severity(site: int) -> str:
@@ -200,9 +201,8 @@ def _sums(step: Step, each: _Identity) -> tuple[list[list[Array]], Array]:
 
 
 def _sentence(step: Step, each: _Compared, deviation: float, fitting: set[str], since: int) -> str:
-    off = int(np.count_nonzero(each.z > deviation))
     left, right = _sides(each)
-    which = f" in {off} of {len(each.z)} sums" if len(each.z) > 1 else ""
+    which = f" in {_which(np.flatnonzero(each.z > deviation), len(each.z))}" if len(each.z) > 1 else ""
     sentence = (
         f"the gradients of {left} and {right} do not fit together, since step {since}: weight times gradient differs "
         f"between them{which} by {number(relative_of(each.left, each.right))} of its size, {number(each.z.max())} "
@@ -211,13 +211,25 @@ def _sentence(step: Step, each: _Compared, deviation: float, fitting: set[str], 
     found = suspects(each.left, each.right, fitting)
     if not found:
         return sentence + "Look at reductions over ranks, and at the backward of the kernels between them."
-    said = [_factor(name, factor) for name, factor in found[:2]]
-    sentence += f"T{', or '.join(said)[1:]}. "
+    sentence += _suspected(each, fitting)
     counts = [1 / factor for _, factor in found if factor > 0]
     ranks = [round(count) for count in counts if abs(count - round(count)) < 0.01 * count]
     if any(1 < count <= step.ranks and step.ranks % count == 0 for count in ranks):
         return sentence + "Its sum over the ranks fits: an all-reduce is missing, as of norms in sequence parallelism."
     return sentence + "Look at reductions over ranks of these, and at the backward of what computes them."
+
+
+def _which(off: Counts, count: int) -> str:
+    """Say which sums, of those that are read."""
+    if 1 < len(off) == off[-1] - off[0] + 1 < count:
+        return f"the sums {off[0]} to {off[-1]} of {count}"
+    return f"the sum {off[0]} of {count}" if len(off) == 1 else f"{len(off)} of {count} sums"
+
+
+def _suspected(each: _Compared, fitting: set[str]) -> str:
+    """Name the parameters of which a single one explains the difference."""
+    said = [_factor(name, factor) for name, factor in suspects(each.left, each.right, fitting)[:2]]
+    return f"T{', or '.join(said)[1:]}. " if said else ""
 
 
 def _factor(name: str, factor: float) -> str:

@@ -146,8 +146,17 @@ def test_a_small_share_of_all_sums_is_told_after_three_steps() -> None:
     found = judge(taken, rules=[identity])
     assert found
     assert all(name in each.sentence and "larger over the one" in each.sentence for each in found), found
+    assert any(f"The gradient of {name} looks 1.02 times as large" in each.sentence for each in found), found
     assert {(each.severity, each.step, each.since) for each in found} == {("warning", 2, 0)}
     assert findings(autocast=True, steps=20) == findings(dtype=torch.bfloat16, steps=20) == []
+
+
+def test_the_sums_that_differ_are_named_where_they_lie_side_by_side() -> None:
+    def change(step: int, model: Any) -> None:
+        model.layers[0].mlp.down_proj.weight.grad[:, 20:28] *= 2
+
+    (found,) = findings(change)
+    assert "differs between them in the sums 20 to 27 of 64 by" in found.sentence
 
 
 def test_a_parameter_without_a_gradient_is_told() -> None:
