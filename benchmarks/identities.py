@@ -1,4 +1,4 @@
-"""Coverage, findings, cost of identities: ``python -m benchmarks.identities coverage|healthy|fleet|adjoint|faults|cost``.
+"""Identities, what they find and cost: ``python -m benchmarks.identities coverage|healthy|fleet|adjoint|faults|cost``.
 
 coverage: small models of many types, each judged at other parameters for another loss, in float64. healthy: the largest
 z of 28 kinds of models that train, in four precisions. fleet: alarms in the healthy trainings of benchmarks.illnesses.
@@ -33,6 +33,7 @@ from hookstats.results import Identities
 from hookstats.rules import Finding, identity, judge, wrong_backward
 from hookstats.rules.identities import compare
 from hookstats.rules.step import SiteIds, Step
+from hookstats.watch.arguments import DEFAULT_TENSORS
 from tests.identities.models import Llama, ids, loss_of
 from tests.language import zoo as languages
 from tests.modules import zoo as others
@@ -256,7 +257,7 @@ def of_fleet(names: list[str]) -> None:
 
 
 def cost() -> None:
-    """Steps of one training in turns, not measured, measured, and measured with identities."""
+    """Time steps of one training in turns: not measured, measured, with identities, and with adjoint tests."""
     torch.manual_seed(0)
     model, batch = Llama(8), ids(16, 64)
     found = hookstats.find_identities(model, lambda: model(batch[:2]))
@@ -271,11 +272,12 @@ def cost() -> None:
             monitor.step()
         return time.perf_counter() - begun
 
-    taken: dict[str, list[float]] = {"bare": [], "measured": [], "with identities": []}
+    taken: dict[str, list[float]] = {name: [] for name in ("bare", "measured", "with identities", "with adjoint tests")}
     for _ in range(12):
         for name, seconds in taken.items():
             options = hookstats.Options(identities=found if name == "with identities" else None)
-            monitor = None if name == "bare" else hookstats.attach(model, every=1, options=options)
+            tensors = (*DEFAULT_TENSORS, *(["adjoint"] if name == "with adjoint tests" else []))
+            monitor = None if name == "bare" else hookstats.attach(model, every=1, tensors=tensors, options=options)
             seconds += [step(monitor) for _ in range(4)][1:]
             if monitor is not None:
                 monitor.detach()

@@ -34,6 +34,7 @@ INPUT = "input"  # all that a module is given and wants a gradient, as one argum
 _STEP = 2.0**-10  # of an argument's rms
 _LEAST_RMS = 2.0**-5  # of an argument that is 0
 _DIRECTIONS = 4
+_PARAMETERS = 2  # of a module, in one test
 _CURVES = 0.05  # of the size, by which differences ahead and behind do not come together with the step
 _SAME = 0.1  # of its norm: the output in float32 and in training's precision
 _COPIES = 4  # of all tensors: in float32, and a direction, moved by it, and gradients
@@ -42,6 +43,8 @@ _PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device)
 
 class AdjointTests:
     """Tests modules in turns, each in two measured steps in a row: first one of each class and sizes, then the others.
+
+    A test is of the input and of two parameters, at the next turn of others.
 
     Attributes:
         left_out: the modules whose latest test told nothing, each with the reason.
@@ -108,7 +111,7 @@ class AdjointTests:
             raise _Untestable(f"copies of {needed:,} bytes would not fit into what is left of memory_budget")
         try:
             with copy.undone(), torch.no_grad():
-                return list(copy.test(self._step))
+                return list(copy.test(self._step, self._step // 2 // len(self._turns)))
         finally:
             self._store.claim(device, -needed)
 
@@ -201,8 +204,12 @@ class _Copy:
             state.put_back()
             self._random.put_back()
 
-    def test(self, seed: int) -> Iterator[tuple[str, torch.Tensor, Rows]]:
+    def test(self, seed: int, turn: int) -> Iterator[tuple[str, torch.Tensor, Rows]]:
         """Yield each argument, by how much its gradient is off in some directions, of its size, and which count."""
+        names = [name for name in self._arguments if name != INPUT]
+        first = _PARAMETERS * turn
+        chosen = {INPUT, *(names[(first + i) % len(names)] for i in range(_PARAMETERS) if names)}
+        self._arguments = {name: keys for name, keys in self._arguments.items() if name in chosen}
         generator = torch.Generator(self.device).manual_seed(seed)
         backward = self._differentiate(generator)
         wide = {key: _widen(each) for key, each in self._tensors.items()}

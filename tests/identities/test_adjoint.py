@@ -71,7 +71,7 @@ class Scaled(nn.Module):
 
 
 def without_projection(x: torch.Tensor) -> torch.Tensor:
-    """As a fused kernel has done: its scale is taken for a constant."""
+    """Take the scale for a constant, as a fused kernel has done."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6).detach()
 
 
