@@ -240,8 +240,12 @@ class JointSums:
         for name, tensor in tensors.items():
             if tensor is None or isinstance(tensor, nn.parameter.UninitializedParameter):
                 raise _Problem(f"{name} is not there")
-            if not tensor.requires_grad:
+            slot = self._parameters[name].slot()
+            own = None if slot is None else slot.get()  # an optimizer may step a copy of it: see Parameter.get
+            if own is None or not own.requires_grad:
                 raise _Problem(f"{name} is frozen")
+            if own.shape != tensor.shape:
+                raise _Problem(f"of {name} its optimizer steps a part, in another shape")
             if not is_all and gradients[name] is None:
                 raise _Problem("its parameters are of several optimizers, and have not all got a gradient")
             gradient = gradients[name]

@@ -105,6 +105,32 @@ def test_a_scaler_that_is_known_changes_nothing() -> None:
     assert plain == [pytest.approx(each) for each in all_z(torch.amp.GradScaler("cpu", init_scale=2.0**10))]
 
 
+def test_a_copy_that_an_optimizer_steps_in_float32_is_judged_in_its_place() -> None:
+    """Megatron-LM keeps it as `main_param`, which wants no gradient and is given one."""
+    torch.manual_seed(0)
+    model, taken = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)).bfloat16(), list[Any]()
+    x = torch.randn(16, 8).bfloat16()
+    found = hookstats.find_identities(model, lambda: model(x))
+    copies: dict[str, Any] = {name: each.detach().float() for name, each in model.named_parameters()}
+    for name, each in model.named_parameters():
+        each.main_param = copies[name]  # type: ignore[attr-defined]
+    optimizer = torch.optim.SGD(list(copies.values()), 1e-2)
+    options = hookstats.Options(identities=found, strict=True)
+    with hookstats.attach(model, every=1, sinks=taken.append, options=options) as monitor:
+        for step in range(4):
+            model(x).float().square().mean().backward()
+            for name, each in model.named_parameters():
+                assert each.grad is not None
+                copies[name].grad = each.grad.float() * (2 if step > 1 and name == "2.weight" else 1)
+            optimizer.step()
+            model.zero_grad()
+            monitor.step()
+    assert [len(compare(Step(each, SiteIds()))) for each in taken] == [1] * 4
+    (finding,) = judge(taken, rules=[identity])
+    assert (finding.step, finding.severity) == (2, "critical")
+    assert "gradient of 2.weight looks 1.98 times" in finding.sentence  # that of bfloat16 is rounded
+
+
 def test_an_expert_that_had_no_token_is_not_judged() -> None:
     torch.manual_seed(0)
     model, x = Experts(), torch.randn(30, 8)
