@@ -1,10 +1,9 @@
-"""Steps as Arrow tables. What is kept is copied: the blocks may be overwritten as soon as `rows` returns."""
+"""Steps as Arrow tables."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,124 +13,107 @@ from hookstats.numbers.fields import FIELDS, STATISTICS, Array, Counts, Site, St
 from hookstats.numbers.frame import StepFrame
 from hookstats.numbers.given import Given
 from hookstats.records.arrays import from_list, to_arrow
-from hookstats.records.schema import FLUSH, SAME_AS, STATE, escape_surrogates, make_writer_schema, names_of
+from hookstats.records.schema import LISTS, SAME_AS, SCHEMAS, STATE, escape_surrogates, make_writer_schema, names_of
 from hookstats.records.wire import about
 
 _NULL = -(2**31)  # in integers of totals, until they are a table
+_KEYS = ("step", "time", "attempt", "record")  # the columns that every row begins with
+Columns = dict[str, Any]  # lists of values, or arrays
 
 
-class Key(NamedTuple):
-    """The columns that every row of a step begins with."""
+class Taken(NamedTuple):
+    """A measured step; or, without a frame, what was given before it, or, with the record -1, with no recorded step.
+
+    time: microseconds since the epoch. given: of steps before it, and of this one. ids: of the frame's sites.
+    """
 
     step: int
-    time: int  # microseconds since the epoch
+    time: int
     attempt: int
     record: int
+    given: Given
+    frame: StepFrame | None = None
+    ids: Counts = np.empty(0, np.int64)
+
+    @property
+    def size(self) -> int:
+        """Return about how many bytes its rows have."""
+        size = 64 * sum(map(len, self.given.scalars.values())) + sum(
+            ids.nbytes for ids in self.given.sample_ids.values()
+        )
+        if self.frame is not None:
+            size += 8 * (sum(self.frame.sites.sizes) + len(SCHEMAS["totals"]) * len(self.ids))
+        return size
 
 
-# Of some rows: lists of values, or arrays of which the last axis is that of the rows, or of what is in their lists.
-Columns = dict[str, Any]
-Piece = tuple[str, Columns, int]  # of a table, and about how many bytes that is
+def encode(taken: list[Taken], sites: list[Site]) -> Iterator[tuple[str, pa.Table]]:
+    """Yield the rows of each table; of details, a few MB at a time. sites: of the run, by id."""
+    steps = [(each, each.frame) for each in taken if each.frame is not None]
+    found = [
+        ("steps", _steps(steps)),
+        ("totals", _totals(steps)),
+        ("scalars", _scalars(taken)),
+        ("samples", _samples(taken)),
+    ]
+    for table, columns in found:
+        if len(columns["step"]):
+            yield table, _table(table, columns, sites)
+    for columns in _details(steps):
+        yield "details", _table("details", columns, sites)
 
 
-def encode_step(frame: StepFrame, key: Key, ids: Counts) -> Iterator[Piece]:
-    """Yield columns for the tables of a run. ids: of frame.sites."""
-    since = min([frame.step, *frame.earlier_scalars, *frame.sample_ids])
-    said = {name: json.dumps(each) if isinstance(each, list) else each for name, each in about(frame).items()}
-    said["histogram"] = None if frame.bins is None else json.dumps(bins_to_json(frame.bins))
-    row = {**key._asdict(), **said, "sites": len(ids), "since": since}
-    yield "steps", {name: [value] for name, value in row.items()}, 8 * len(row)
-    if len(ids):
-        yield "totals", _totals(frame, key, ids), len(ids) * 8 * len(make_writer_schema("totals"))
-    yield from _details(frame, key, ids)
-    yield from encode_given(Given({**frame.earlier_scalars, frame.step: frame.scalars}, frame.sample_ids), key)
+def _steps(steps: list[tuple[Taken, StepFrame]]) -> Columns:
+    rows = []
+    for each, frame in steps:
+        said = {name: json.dumps(value) if isinstance(value, list) else value for name, value in about(frame).items()}
+        said["histogram"] = None if frame.bins is None else json.dumps(bins_to_json(frame.bins))
+        rows.append({**each._asdict(), **said, "sites": len(each.ids)})
+    return {name: [row[name] for row in rows] for name in SCHEMAS["steps"].names}
 
 
-def encode_given(given: Given, key: Key) -> Iterator[Piece]:
-    """Yield columns of what was given with steps. key: of the step with which it came, of record -1 if with none."""
-    for number, scalars in given.scalars.items():
-        columns = _make_keys(key, number, len(scalars))
-        columns |= {"name": [escape_surrogates(name) for name in scalars], "value": list(scalars.values())}
-        yield "scalars", columns, 64 * len(scalars)
-    for number, ids in given.sample_ids.items():
-        yield "samples", {**_make_keys(key, number, 1), "ids": ids, "lengths": [len(ids)]}, 64 + ids.nbytes
+def _scalars(taken: list[Taken]) -> Columns:
+    given = [(each, step, named) for each in taken for step, named in each.given.scalars.items()]
+    columns = _keys_of_given([(each, step) for each, step, named in given for _ in named])
+    columns["name"] = [escape_surrogates(name) for *_, named in given for name in named]
+    return columns | {"value": [value for *_, named in given for value in named.values()]}
 
 
-def _make_keys(key: Key, number: int, rows: int) -> Columns:
-    columns = {**key._replace(step=number)._asdict(), "measured": key.record >= 0 and number == key.step}
-    return {name: [value] * rows for name, value in columns.items()}
+def _samples(taken: list[Taken]) -> Columns:
+    given = [(each, step, ids) for each in taken for step, ids in each.given.sample_ids.items()]
+    columns = _keys_of_given([(each, step) for each, step, _ in given])
+    return columns | {"ids": _lists([ids for *_, ids in given], pa.int64())}
 
 
-def _totals(frame: StepFrame, key: Key, ids: Counts) -> Columns:
-    """Columns of the rows of a step, with ``wholes``, from which the others follow."""
-    sites, n = frame.sites, len(ids)
-    order = np.full(n, _NULL)
-    order[frame.order] = np.arange(len(frame.order))
-    return {
-        **_keys(key, n),
-        "site": ids,
-        "place": np.arange(n),
-        "order": order,
-        "calls": frame.calls,
-        "scale": frame.scales,
-        "channels": sites.channels,
-        "keeps_channels": sites.keeps,
-        "channel_dim": np.array([_NULL if dim is None else dim for dim in sites.dims], np.int64),
-        "group_size": np.array([size or _NULL for size in sites.group_sizes], np.int64),
-        "has_histogram": sites.counters > 0,
-        "wholes": frame.wholes,
+def _keys_of_given(given: list[tuple[Taken, int]]) -> Columns:
+    columns: Columns = {name: [getattr(each, name) for each, _ in given] for name in _KEYS}
+    measured = [each.frame is not None and step == each.step for each, step in given]
+    return columns | {"step": [step for _, step in given], "measured": measured}
+
+
+def _totals(steps: list[tuple[Taken, StepFrame]]) -> Columns:
+    """Columns sorted by site and step, with the statistics that follow from the states."""
+    if not steps:
+        return {"step": []}
+    frames = [frame for _, frame in steps]
+    of = [frame.sites for frame in frames]
+    columns = _keys([each for each, _ in steps], [len(each.ids) for each, _ in steps])
+    columns |= {
+        "site": np.concatenate([each.ids for each, _ in steps]),
+        "place": np.concatenate([np.arange(len(sites)) for sites in of]),
+        "order": np.concatenate([_order(frame) for frame in frames]),
+        "calls": np.concatenate([frame.calls for frame in frames]),
+        "scale": np.concatenate([frame.scales for frame in frames]),
+        "channels": np.concatenate([sites.channels for sites in of]),
+        "keeps_channels": np.concatenate([sites.keeps for sites in of]),
+        "channel_dim": np.array([_NULL if dim is None else dim for sites in of for dim in sites.dims], np.int64),
+        "group_size": np.array([size or _NULL for sites in of for size in sites.group_sizes], np.int64),
+        "has_histogram": np.concatenate([sites.counters > 0 for sites in of]),
     }
-
-
-def _details(frame: StepFrame, key: Key, ids: Counts) -> Iterator[Piece]:
-    """Columns of states of several channels and of histograms, a few MB at a time.
-
-    ``channels`` and ``bins``: how many each row has; ``states`` ``[fields, all]`` and ``counts``: of all rows.
-    """
-    is_wide, has_bins = frame.sites.channels > 1, frame.sites.counters > 0
-    for chosen in _portions(np.flatnonzero(is_wide | has_bins), frame):
-        states = [frame.state(i) if is_wide[i] else np.empty((len(FIELDS), 0)) for i in chosen]
-        counts = [np.asarray(frame.histogram(i)).reshape(-1) if has_bins[i] else np.empty(0, np.int64) for i in chosen]
-        columns = {
-            **_keys(key, len(chosen)),
-            "site": ids[chosen],
-            "scale": frame.scales[chosen],
-            "channels": np.array([each.shape[1] for each in states]),
-            "bins": np.array([len(each) for each in counts]),
-            "states": np.concatenate(states, axis=1),
-            "counts": np.concatenate(counts),
-        }
-        yield "details", columns, columns["states"].nbytes + columns["counts"].nbytes
-
-
-def table_of(table: str, rows: list[Columns], sites: list[Site]) -> pa.Table:
-    """Make a table of columns of several steps."""
-    columns = {name: _join([each[name] for each in rows]) for name in rows[0]}
-    if table == "totals":
-        columns = _finish_columns(columns)
-    elif table == "details":
-        channels = _offsets(columns.pop("channels"))
-        for name, values in zip(STATE.values(), columns.pop("states"), strict=True):
-            columns[name] = pa.ListArray.from_arrays(channels, to_arrow(values, pa.float64()))
-        bins, counts = _offsets(columns.pop("bins")), to_arrow(columns["counts"], pa.int64())
-        columns["counts"] = pa.ListArray.from_arrays(bins, counts)
-    elif table == "samples":
-        ids = to_arrow(columns["ids"], pa.int64())
-        columns["ids"] = pa.ListArray.from_arrays(_offsets(columns.pop("lengths")), ids)
-    return _table(table, columns, sites)
-
-
-def _join(parts: list[Any]) -> Any:
-    return np.concatenate(parts, axis=-1) if isinstance(parts[0], np.ndarray) else list(chain.from_iterable(parts))
-
-
-def _finish_columns(columns: Columns) -> Columns:
-    """Sort totals by site and step, with the statistics that follow from their states."""
     sorting = np.lexsort([columns[name] for name in ("record", "attempt", "step", "site")])
-    columns = {name: values[..., sorting] for name, values in columns.items()}
+    columns = {name: values[sorting] for name, values in columns.items()}
     for name in ("order", "channel_dim", "group_size"):
         columns[name] = to_arrow(columns[name], pa.int32(), columns[name] == _NULL)
-    wholes = columns.pop("wholes")
+    wholes = np.concatenate([frame.wholes for frame in frames], axis=1)[:, sorting]
     stats: Stats[Array] = Stats(unscale(wholes, columns["scale"]))
     columns |= {name: getattr(stats, name) for name in STATISTICS}
     for field, name in STATE.items():
@@ -142,27 +124,52 @@ def _finish_columns(columns: Columns) -> Columns:
     return columns
 
 
-def _portions(places: Counts, frame: StepFrame) -> Iterator[list[int]]:
-    """Split places of sites where what they hold fills FLUSH."""
-    channels, counters = frame.sites.channels[places], frame.sites.counters[places]
-    sizes = np.cumsum(8 * (len(FIELDS) * channels * (channels > 1) + counters))
-    for portion in np.split(places, np.flatnonzero(np.diff(sizes // FLUSH)) + 1):
-        if len(portion):
-            yield portion.tolist()
+def _order(frame: StepFrame) -> Counts:
+    order = np.full(len(frame), _NULL)
+    order[frame.order] = np.arange(len(frame.order))
+    return order
 
 
-def _offsets(lengths: Any) -> pa.Array:
-    return to_arrow(np.append(0, np.cumsum(lengths)), pa.int32())
+def _details(steps: list[tuple[Taken, StepFrame]]) -> Iterator[Columns]:
+    """Yield columns of states of several channels and of histograms."""
+    rows, size = list[tuple[Taken, StepFrame, int, Array, Counts]](), 0
+    for each, frame in steps:
+        is_wide, has_bins = frame.sites.channels > 1, frame.sites.counters > 0
+        for i in np.flatnonzero(is_wide | has_bins).tolist():
+            state = frame.state(i) if is_wide[i] else np.empty((len(FIELDS), 0))
+            counts = np.empty(0, np.int64) if (found := frame.histogram(i)) is None else found.reshape(-1)
+            rows.append((each, frame, i, state, counts))
+            size += state.nbytes + counts.nbytes
+            if size >= LISTS:
+                yield _columns_of_details(rows)
+                rows, size = [], 0
+    if rows:
+        yield _columns_of_details(rows)
 
 
-def _keys(key: Key, rows: int) -> dict[str, Counts]:
-    return {name: np.full(rows, value) for name, value in key._asdict().items()}
+def _columns_of_details(rows: list[tuple[Taken, StepFrame, int, Array, Counts]]) -> Columns:
+    columns = _keys([each for each, *_ in rows], [1] * len(rows))
+    columns["site"] = np.array([each.ids[i] for each, _, i, *_ in rows])
+    columns["scale"] = np.array([frame.scales[i] for _, frame, i, *_ in rows])
+    for number, name in enumerate(STATE.values()):
+        columns[name] = _lists([state[number] for *_, state, _ in rows], pa.float64())
+    return columns | {"counts": _lists([counts for *_, counts in rows], pa.int64())}
 
 
-def _table(table: str, columns: dict[str, Any], sites: list[Site]) -> pa.Table:
+def _lists(arrays: list[Any], kind: pa.DataType) -> pa.Array:
+    offsets = np.append(0, np.cumsum([len(each) for each in arrays], dtype=np.int64))
+    values = to_arrow(np.concatenate(arrays or [np.empty(0)]), kind)
+    return pa.ListArray.from_arrays(to_arrow(offsets, pa.int32()), values)
+
+
+def _keys(taken: list[Taken], rows: list[int]) -> Columns:
+    return {name: np.repeat([getattr(each, name) for each in taken], rows) for name in _KEYS}
+
+
+def _table(table: str, columns: Columns, sites: list[Site]) -> pa.Table:
     schema = make_writer_schema(table)
     if "site" in schema.names:
-        columns = {**columns, **names_of(sites, np.asarray(columns["site"], np.int64))}
+        columns = columns | names_of(sites, columns["site"])
     arrays = []
     for field in schema:
         values = columns[field.name]

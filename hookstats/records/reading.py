@@ -5,9 +5,9 @@ What cannot be read is left out, and said once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +24,7 @@ from hookstats.records.schema import SCHEMAS
 
 _AT_ONCE = 4 << 20  # bytes of row groups, of all their columns
 _TRIES = 100  # where files are merged meanwhile
+Read = TypeVar("Read")
 _damaged: set[Path] = set()  # what this process could not read
 
 
@@ -74,26 +75,25 @@ class Reader:
 
         Where files were merged meanwhile, those are read that they have become.
         """
+        return self.try_again(lambda: pa.concat_tables([_empty(table, columns), *self.parts(table, columns, chosen)]))
+
+    def try_again(self, read: Callable[[], Read]) -> Read:
+        """Read again where files were merged meanwhile."""
         for _ in range(_TRIES):
             try:
-                return self._table(table, columns, chosen)
+                return read()
             except FileNotFoundError:
-                self.list_again()
-        raise RunError(f"{self.folder / table}: expected files that stay for as long as they are read")
+                self.listed = list_parts(self.folder)
+        raise RunError(f"{self.folder}: expected files that stay for as long as they are read")
 
-    def list_again(self) -> None:
-        """List the files again: some were merged."""
-        self.listed = list_parts(self.folder)
-
-    def _table(self, table: str, columns: Sequence[str], chosen: Chosen) -> pa.Table:
-        read = [_empty(table, columns)]
+    def parts(self, table: str, columns: Sequence[str], chosen: Chosen = ALL) -> Iterator[pa.Table]:
+        """Yield the rows of one file after another. FileNotFoundError where files were merged meanwhile."""
         for name in self.listed.counting[table]:
             if not chosen.steps or (name.last >= chosen.steps[0] and name.first <= chosen.steps[1]):
                 try:
-                    read.append(self.part(table, name, columns, chosen))
+                    yield self.part(table, name, columns, chosen)
                 except Damaged as error:
                     leave_out(error)
-        return pa.concat_tables(read)
 
     def find_covered(self, table: str, steps: Counts, attempts: Counts) -> NDArray[np.bool_]:
         """Tell for each step whether a file has its rows, as far as the footer says."""

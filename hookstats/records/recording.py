@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import multiprocessing.util
 import os
 import socket
@@ -14,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -31,11 +33,12 @@ from hookstats.records.findings import read_findings
 from hookstats.records.parts import list_parts
 from hookstats.records.places import rank_folder
 from hookstats.records.ring import Ring
-from hookstats.records.writing import Thinning, WriterProcess
+from hookstats.records.writing import WriterProcess
 from hookstats.rules import Finding, Rule, defaults, rule_to_json, rules_of_laws
 
 _LEAST_RING = 64 << 20
 _MOST_GIVEN = 10_000  # steps of which scalars wait for room
+_MANY = 128  # steps that are left out before it is said
 _BEHIND_SECONDS = 9.0  # that the end waits for a writer that is far behind
 _MOST_SITES = 8  # that are known at once: of totals and of channels, and what they were before something moved
 
@@ -103,6 +106,7 @@ class Recording:
         self._tell = WarnOnce()
         self._ring, self._left = None, ()
         self._given = Given({}, {})  # of steps that are not recorded, to be written
+        self._sent = set[int]()  # steps since the last measured one whose scalars are written
         self._sites: dict[Sites, int] = {}
         self._sites_sent = 0
         self._findings_read = 0
@@ -119,7 +123,7 @@ class Recording:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         judges = {"rules": rules, "sinks": self._sinks}
         self._writer = WriterProcess(self._folder, self._attempt, self._wake, judges, self._tell)
-        self._thinning = Thinning(settings.get("every"), self._warn_behind)
+        self._every = settings.get("every")
         self._send_last: Callable[[], Callable[[], object] | None] = lambda: None
         self._exits = Exits()
         atexit.register(self._at_exit)
@@ -163,7 +167,7 @@ class Recording:
         self._try(lambda: self._take_given(given))
 
     def take_early(self, given: Given) -> None:
-        """Keeps scalars that the next measured step brings once more, in case that none comes. Never raises.
+        """Keeps scalars now that the next measured step brings once more: none may come. Never raises.
 
         Before the first measured step nobody knows how large the ring is to be: they come with that.
         """
@@ -173,8 +177,14 @@ class Recording:
     def _take_early(self, given: Given) -> None:
         """Send scalars early. If there is no room, the next step brings them. The writer is not woken for so little."""
         self._exits.forget()
-        if self._ring is not None:
-            self._ring.write(wire.EARLY, wire.encode_given(given, 0.0))
+        pieces = wire.encode_given(given, time.time())
+        if self._ring is not None and self._ring.write(wire.EARLY, pieces, is_step=True):
+            self._sent.update(given.scalars)
+
+    def _take_unsent(self, scalars: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
+        """Return those that were not sent early. Whatever comes later is of other steps."""
+        sent, self._sent = self._sent, set()
+        return {step: named for step, named in scalars.items() if step not in sent}
 
     def _try(self, take: Callable[[], None]) -> None:
         if os.getpid() != self._pid:
@@ -192,7 +202,7 @@ class Recording:
 
     def _take_given(self, given: Given) -> None:
         """Take what came with steps that are not measured; it waits where the ring has no room."""
-        self._given.add(given, _MOST_GIVEN)
+        self._given.add(given._replace(scalars=self._take_unsent(given.scalars)), _MOST_GIVEN)
         self._send_given(self._open_ring(wire.encode_given(self._given, 0.0)))
         os.eventfd_write(self._wake, 1)
 
@@ -211,20 +221,20 @@ class Recording:
     def _take(self, frame: StepFrame) -> None:
         self._exits.forget()
         self._warn_hidden(min([frame.step, *frame.earlier_scalars]))
+        frame = replace(frame, earlier_scalars=self._take_unsent(frame.earlier_scalars))
         pieces = wire.encode_step(frame, self._sites.get(frame.sites, self._sites_sent))
         length = sum(piece.nbytes for piece in pieces)
         ring = self._open_ring(pieces)
-        is_kept = self._thinning.keeps(ring)
         if not ring.fits(length):
-            self._drop(ring, frame, f"a step of {length} bytes is more than half of it: pass ring_bytes={4 * length}")
-        elif not (is_kept and self._write_step(ring, frame.sites, pieces)):
+            self._drop(ring, frame, f"a step of {length} bytes is too large for it: pass ring_bytes={4 * length}")
+        elif not self._write_step(ring, frame.sites, pieces):
             self._drop(ring, frame)
         os.eventfd_write(self._wake, 1)
 
     def _write_step(self, ring: Ring, sites: Sites, pieces: Sequence[NDArray[Any]]) -> bool:
         if any(self._given):  # of steps that were dropped before this one
             self._send_given(ring)
-        return self._send_sites(ring, sites) and ring.write(wire.STEP, pieces)
+        return self._send_sites(ring, sites) and ring.write(wire.STEP, pieces, is_step=True)
 
     def _send_sites(self, ring: Ring, sites: Sites) -> bool:
         """Sends sites that are new. False: there is no room for them."""
@@ -245,14 +255,17 @@ class Recording:
         self._given.add(Given(scalars, frame.sample_ids), _MOST_GIVEN)
         if why is not None:
             self._tell("drop", f"a step is not recorded, the ring of {ring.capacity} bytes cannot take it: {why}")
-            return
-        self._thinning.left_out(ring)
+        elif ring.dropped == _MANY:
+            self._warn_behind(ring)
 
-    def _warn_behind(self, advice: str) -> None:
+    def _warn_behind(self, ring: Ring) -> None:
+        """Say how many steps come while one is written."""
+        several = math.ceil((ring.written + ring.dropped) / max(ring.judged, 1))
+        every = max(several, 2) * (self._every if isinstance(self._every, int) else 1)
         self._tell(
             "behind",
-            f"the writer of {self.path} falls behind: steps come faster than they are written, and some are left out, "
-            f"evenly; {advice}",
+            f"the writer of {self.path} falls behind: steps come faster than they are written, and those that find no "
+            f"room are left out; attach(every={every}) is advised, or more ring_bytes for a burst",
         )
 
     def findings(self) -> list[Finding]:
@@ -338,7 +351,8 @@ class Recording:
     def _finish(self, ring: Ring, overhead: Mapping[str, float] | None, ending: str, timeout: float) -> None:
         if any(self._given):
             self._send_given(ring)
-        self._thinning.left_out(ring, 1)
+        if ring.dropped:
+            self._warn_behind(ring)
         if overhead is not None:
             ring.write(wire.OVERHEAD, wire.encode_overhead(overhead))
         self._end_recording(ending)

@@ -136,15 +136,18 @@ class Ring:
     def _say(self, text: str, begin: int, end: int) -> None:
         self._memory[begin:end] = text.encode("utf-8", "replace")[: end - begin - 1].ljust(end - begin, b"\0")
 
-    def write(self, kind: int, pieces: Sequence[NDArray[Any]]) -> bool:
-        """A record of these contiguous arrays, one behind another. False: there is no room for it now."""
+    def write(self, kind: int, pieces: Sequence[NDArray[Any]], is_step: bool = False) -> bool:
+        """A record of these contiguous arrays, one behind another. False: there is no room for it now.
+
+        is_step: an eighth stays free behind it, for the scalars of steps that find no room.
+        """
         parts = [piece.reshape(-1).view(np.uint8) for piece in pieces]
         length = sum(map(len, parts))
         size = _whole(length)
         head, capacity = self.head, self.capacity
         begin = head % capacity
         skipped = capacity - begin if begin + size > capacity else 0
-        if head + skipped + size - self.tail > capacity:
+        if head + skipped + size + self._spare * is_step - self.tail > capacity:
             return False
         number = self.written
         if skipped >= _BEGIN + _END:
@@ -184,8 +187,12 @@ class Ring:
             yield Record(kind, payload, number, position)
 
     def fits(self, length: int) -> bool:
-        """Tell whether a payload can be written when everything before it has been read."""
-        return 2 * _whole(length) <= self.capacity
+        """Tell whether a step of that length can be written when everything before it has been read."""
+        return 2 * _whole(length) + self._spare <= self.capacity
+
+    @property
+    def _spare(self) -> int:
+        return self.capacity // 8
 
 
 def _whole(length: int) -> int:

@@ -13,12 +13,14 @@ import numpy as np
 import pyarrow as pa
 
 from hookstats.numbers.fields import STATISTICS, Array, Counts, Site
+from hookstats.numbers.given import Given
 from hookstats.numbers.merge import mean, merge
 from hookstats.numbers.selection import choose
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.numbers.tables import html
 from hookstats.records import timeline
 from hookstats.records.arrays import to_arrow, to_numpy
+from hookstats.records.encoding import Taken, encode
 from hookstats.records.errors import RunError
 from hookstats.records.findings import read_findings
 from hookstats.records.places import explain_missing_run
@@ -154,7 +156,7 @@ class Run:
         ``value``, ``measured``.
 
         Of a run that was loaded with some steps, those of these steps; with a slice, of all between its ends. The time
-        of a step that was not measured is that of the next measured one, with which its scalars came.
+        of a step that was not measured is that at which its scalars came: at once, or with the next measured one.
         """
         columns = ["step", "time", "attempt", "record", "name", "value", "measured"]
         found = self._reader.table("scalars", columns, Chosen(self._span, None))
@@ -326,25 +328,16 @@ class MergedRun(Run):
     def totals(self) -> pa.Table:
         """The table of one rank's form; ``site`` numbers are of this table."""
         names = ["step", "time", "attempt", "site", "name", "tensor", "order", "calls", *self._statistics]
-        schema = pa.schema([SCHEMAS["totals"].field(name) for name in names])
+        tables = [pa.Table.from_batches([], pa.schema([SCHEMAS["totals"].field(name) for name in names]))]
+        number, first = {site: i for i, site in enumerate(self._known)}, self._timeline
         row = dict(zip(self.steps, self._rows, strict=True))
-        tables = [self._totals_of(row[snapshot.step], snapshot, schema) for snapshot in self]
-        return pa.concat_tables([pa.Table.from_batches([], schema), *tables])
-
-    def _totals_of(self, row: int, snapshot: Snapshot, schema: pa.Schema) -> pa.Table:
-        frame, first, n = snapshot.frame, self._timeline, len(snapshot)
-        order = np.full(n, -1)
-        order[frame.order] = np.arange(len(frame.order))
-        number = {site: i for i, site in enumerate(self._known)}
-        ids = np.array([number[site] for site in frame.sites], np.int64)
-        of_step = {"step": first.step, "time": first.time, "attempt": first.attempt}
-        values: dict[str, Any] = {name: np.full(n, each[row]) for name, each in of_step.items()}
-        values |= {"site": ids, "calls": frame.calls}
-        values |= {name: getattr(frame.totals, name) for name in self._statistics}
-        table = {name: to_arrow(each, schema.field(name).type) for name, each in values.items()}
-        table |= {name: named.dictionary_decode() for name, named in names_of(self._known, ids).items()}
-        table["order"] = to_arrow(order, pa.int32(), order < 0)
-        return pa.Table.from_arrays([table[name] for name in schema.names], schema=schema)
+        for frame in (snapshot.frame for snapshot in self):
+            at, ids = row[frame.step], np.array([number[site] for site in frame.sites], np.int64)
+            taken = Taken(frame.step, int(first.time[at]), int(first.attempt[at]), -1, Given({}, {}), frame, ids)
+            rows = dict(encode([taken], self._known))["totals"]
+            place = np.argsort(to_numpy(rows["place"]))
+            tables.append(rows.take(to_arrow(place, pa.int64())).select(names).cast(tables[0].schema))
+        return pa.concat_tables(tables)
 
     @property
     def scalars(self) -> pa.Table:

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from hookstats.numbers.fields import FIELDS, STATISTICS, Site
 from hookstats.records.arrays import from_list, to_arrow
 
-VERSION = 8
+VERSION = 9
 ROW_GROUP = 10_000  # rows of totals
 FLUSH = 8 << 20  # bytes that are held before they are written as row groups
-LISTS = 1 << 20  # the same of details: one step is read without many others
+LISTS = 1 << 20  # in a row group of details: one step is read without many others
 
 # Of each field of a state, the column that holds it; those not in STATISTICS are raw.
 STATE = {name: name if name in ("count", "zeros", "nans", "posinfs", "neginfs") else f"state_{name}" for name in FIELDS}
@@ -41,7 +41,6 @@ _DOUBLES = pa.list_(pa.float64())
 _COLUMNS: dict[str, dict[str, pa.DataType]] = {
     # One row for each measured step. sites: how many rows it has in totals. skipped: sites that were left out, as JSON,
     # each its name, tensor, reason, and how often, null where it was given up.
-    # since: the smallest step of which it has scalars or ids of samples, or its own.
     # histogram: the bins, as JSON; null where there are none. ranks: whose numbers these are, "0-7 of 8".
     # rows: of activations and their gradients, every so-many-th row was read; 1: all.
     # drifts: replicas that are none, as JSON (numbers/ranks.py).
@@ -55,7 +54,6 @@ _COLUMNS: dict[str, dict[str, pa.DataType]] = {
         "histogram": pa.string(),
         "sites": pa.int32(),
         "skipped": pa.string(),
-        "since": pa.int64(),
     },
     # One row for each site of a step. place: in the Snapshot; order: in the order of execution, null where silent.
     # channels: how many the state had that was sent; more than one are in the table details. group_size: how many of
@@ -84,8 +82,8 @@ _COLUMNS: dict[str, dict[str, pa.DataType]] = {
         **dict.fromkeys(STATE.values(), _DOUBLES),
         "counts": pa.list_(pa.int64()),
     },
-    # Of every step. Those of a step that was not recorded (measured is false) have the record with which they came, or
-    # -1 where they came with none, and the time at which they came.
+    # Of every step. Those of a step that was not measured (measured is false) have the record of the next one that was,
+    # also where none came, those of a step that was left out -1; and the time at which they came.
     "scalars": {**_KEYS, "name": pa.string(), "value": pa.float64(), "measured": pa.bool_()},
     # Of every step with which ids of samples were given; as scalars for the rest.
     "samples": {**_KEYS, "ids": pa.list_(pa.int64()), "measured": pa.bool_()},

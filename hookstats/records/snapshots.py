@@ -71,7 +71,7 @@ class Snapshots:
         first, last = (int(self._timeline.step[row]) for row in (rows[0], rows[-1])) if rows else (0, -1)
         is_given = table in ("scalars", "samples")
         if is_given:
-            first = min(self._timeline.columns["since"][row] for row in rows)
+            first = int(self._timeline.since[list(rows)].min())
         chosen = Chosen((first, last), None if is_given else self._sites)
         found = self._reader.table(table, list(dict.fromkeys(["attempt", "record", *columns])), chosen)
         of = self._timeline.rows_of(found)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from hookstats.records.attempts import Attempt, end_attempt, is_training, read_a
 from hookstats.records.errors import Damaged, RunError
 from hookstats.records.parts import Name, OpenPart, list_parts, read_footer
 from hookstats.records.reading import Chosen, Reader, read_sites
-from hookstats.records.schema import FLUSH, LISTS, ROW_GROUP, SCHEMAS, make_writer_schema, names_of
+from hookstats.records.schema import FLUSH, ROW_GROUP, SCHEMAS, make_writer_schema, names_of
 
 FAN_IN = 4  # files that become one
 LARGE = 16 << 20  # bytes: such a file is not made larger, so that one step is not spread over the whole run
@@ -108,12 +108,11 @@ class Store:
 
     def _forget(self) -> None:
         """Empty the open commit."""
-        self._held: dict[str, list[encoding.Columns]] = {table: [] for table in SCHEMAS}
-        self._bytes = dict.fromkeys(SCHEMAS, 0)  # of these
+        self._taken: list[encoding.Taken] = []  # that no row group has yet
         self._added = 0  # measured steps
         self._numbers: list[int] = []  # of all steps, the first and the last
         self._open = {}
-        self.size = 0  # bytes, before compression
+        self.size = self._flushed = 0  # bytes, before compression: of all, and of those that are in row groups
 
     def close(self) -> None:
         """Forget what was not committed."""
@@ -163,43 +162,41 @@ class Store:
         return self._progress_of(attempt).consumed
 
     def add(self, frame: StepFrame) -> None:
-        """A step, which counts with the next `commit`. What is kept of it is copied."""
+        """A step, which counts with the next `commit`; until then its memory must stay as it is."""
         attempt = self._require_attempt()
         for site in dict.fromkeys(site for site in [*frame.sites, *frame.skipped] if site not in self._id_of):
             self._id_of[site] = len(self._sites)
             self._sites.append(site)
         ids: Counts = np.array([self._id_of[site] for site in frame.sites], np.int64)
         record = self._progress.records + self._added
-        key = encoding.Key(frame.step, round(frame.time * 1e6), attempt.attempt, record)
-        self._hold(encoding.encode_step(frame, key, ids), [frame.step, *frame.earlier_scalars, *frame.sample_ids])
+        given = Given({**frame.earlier_scalars, frame.step: frame.scalars}, frame.sample_ids)
         self._added += 1
+        self._take(
+            encoding.Taken(frame.step, round(frame.time * 1e6), attempt.attempt, record, given, frame, ids),
+            [frame.step],
+        )
 
-    def add_given(self, given: Given, time: float) -> None:
+    def add_given(self, given: Given, time: float, is_early: bool = False) -> None:
         """Add what was given with steps that are not recorded; it counts with the next `commit`.
 
-        time: when it came, in seconds since the epoch.
+        time: when it came, in seconds since the epoch. is_early: it belongs to the step that is added next.
         """
-        key = encoding.Key(0, round(time * 1e6), self._require_attempt().attempt, -1)
-        self._hold(encoding.encode_given(given, key), [*given.scalars, *given.sample_ids])
+        attempt, record = self._require_attempt(), self._progress.records + self._added if is_early else -1
+        self._take(encoding.Taken(0, round(time * 1e6), attempt.attempt, record, given), [])
 
-    def _hold(self, pieces: Iterable[encoding.Piece], numbers: list[int]) -> None:
-        """Keep columns until there are many of them. numbers: of their steps."""
-        for table, columns, size in pieces:
-            if not size:
-                continue
-            self._held[table].append(columns)
-            self._bytes[table] += size
-            self.size += size
-            if self._bytes[table] >= (LISTS if table == "details" else FLUSH):
-                self._flush(table)
-        both = [*self._numbers, *numbers]
+    def _take(self, taken: encoding.Taken, numbers: list[int]) -> None:
+        self._taken.append(taken)
+        self.size += taken.size
+        both = [*self._numbers, *numbers, *taken.given.scalars, *taken.given.sample_ids]
         self._numbers = [min(both), max(both)] if both else []
+        if self.size - self._flushed >= FLUSH:
+            self._flush()
 
-    def _flush(self, table: str) -> None:
-        """Each row group of totals is sorted by site and step; `merge` sorts several."""
-        rows, self._held[table], self._bytes[table] = self._held[table], [], 0
-        if rows:
-            self._part(table).write(encoding.table_of(table, rows, self._sites))
+    def _flush(self) -> None:
+        """Write row groups. Each of totals is sorted by site and step; `merge` sorts several."""
+        taken, self._taken, self._flushed = self._taken, [], self.size
+        for table, rows in encoding.encode(taken, self._sites):
+            self._part(table).write(rows)
 
     def _part(self, table: str) -> OpenPart:
         if table not in self._open:
@@ -214,8 +211,7 @@ class Store:
     def commit(self, consumed: int) -> None:
         """Make all that was added count, with the ring consumed up to here; or, with an OSError, nothing of it."""
         attempt, before = self._require_attempt(), self._progress
-        for table in SCHEMAS:
-            self._flush(table)
+        self._flush()
         if not self._numbers:
             return
         first, last = self._numbers
@@ -294,12 +290,16 @@ class Store:
 
     def _merge_rows(self, table: str, names: list[Name]) -> Iterator[pa.Table]:
         """Totals sorted by site and step, some sites at a time; the others one file after another."""
-        reader, names_only = Reader(self.folder), {*Site._fields} if "site" in SCHEMAS[table].names else set()
-        columns = [name for name in SCHEMAS[table].names if name not in names_only]
+        reader, schema = Reader(self.folder), make_writer_schema(table)
+        columns = [name for name in schema.names if "site" not in schema.names or name not in Site._fields]
+
+        def add_names(rows: pa.Table) -> pa.Table:
+            named = names_of(self._sites, to_numpy(rows["site"])) if "site" in columns else {}
+            return pa.Table.from_arrays([named[n] if n in named else rows[n] for n in schema.names], schema=schema)
+
         if table != "totals":
             for name in names:
-                for rows in reader.pieces(table, name, columns):
-                    yield self._add_names(table, rows)
+                yield from map(add_names, reader.pieces(table, name, columns))
             return
         count = sum(reader.footer(table, name).metadata.num_rows for name in names)
         several = max(1, FAN_IN * ROW_GROUP * len(self._sites) // count)  # of each file about a row group
@@ -308,11 +308,4 @@ class Store:
             rows = pa.concat_tables([reader.part(table, name, columns, chosen) for name in names])
             if len(rows):
                 sorting = np.lexsort([to_numpy(rows[key]) for key in ("record", "step", "site")])
-                yield self._add_names(table, rows.take(to_arrow(sorting, pa.int64())))
-
-    def _add_names(self, table: str, rows: pa.Table) -> pa.Table:
-        schema = make_writer_schema(table)
-        columns = {name: rows[name] for name in rows.column_names}
-        if "site" in columns:
-            columns |= names_of(self._sites, to_numpy(rows["site"]))
-        return pa.Table.from_arrays([columns[name] for name in schema.names], schema=schema)
+                yield add_names(rows.take(to_arrow(sorting, pa.int64())))

@@ -24,6 +24,7 @@ class Timeline:
     time: Counts  # microseconds since the epoch
     attempt: Counts
     record: Counts
+    since: Counts  # no step before this one came with it
     columns: dict[str, list[Any]]  # the others of the table steps
     bins: list[Bins | None]
     begun: dict[int, int]  # of an attempt: its smallest step, measured or not
@@ -64,6 +65,10 @@ def read(reader: Reader) -> Timeline:
     attempt, record, step, sites = (to_numpy(table[name]) for name in ("attempt", "record", "step", "sites"))
     whole = (sites == 0) | reader.find_covered("totals", step, attempt)
     order = np.lexsort((record, attempt))
+    since = np.array([begun[number] for number in attempt.tolist()], np.int64)
+    before, after = order[:-1], order[1:]
+    goes_on = (attempt[before] == attempt[after]) & (step[before] < step[after])
+    since[after[goes_on]] = step[before[goes_on]] + 1
     order = order[whole[order]]
     chosen = order[_select_counting(step[order], attempt[order], record[order], begun)]
     rest = [name for name in SCHEMAS["steps"].names if name not in ("step", "attempt", "record", "time")]
@@ -71,7 +76,8 @@ def read(reader: Reader) -> Timeline:
     bins = [None if text is None else _bins(text) for text in columns["histogram"]]
     recorded = dict(zip(*(each.tolist() for each in np.unique(attempt, return_counts=True)), strict=True))
     time = to_numpy(table["time"])
-    return Timeline(step[chosen], time[chosen], attempt[chosen], record[chosen], columns, bins, begun, recorded)
+    step, time, attempt, record, since = (each[chosen] for each in (step, time, attempt, record, since))
+    return Timeline(step, time, attempt, record, since, columns, bins, begun, recorded)
 
 
 def _select_counting(step: Counts, attempt: Counts, record: Counts, begun: dict[int, int]) -> Counts:

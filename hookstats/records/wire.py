@@ -17,8 +17,7 @@ from hookstats.numbers.given import Given
 from hookstats.numbers.ranks import StepRanks, drifts_from_json, drifts_to_json
 from hookstats.records.ring import RingError
 
-SITES, STEP, OVERHEAD, GIVEN = 1, 2, 3, 4  # kinds of records
-EARLY = 5  # as GIVEN, but the next measured step has it, too: it is written only where none comes
+SITES, STEP, OVERHEAD, GIVEN, EARLY = 1, 2, 3, 4, 5  # kinds of records; EARLY: what was given before the next step
 
 
 @contextmanager

@@ -68,7 +68,7 @@ class Intake:
         self._store = store
         store.begin(attempt.attempt, attempt.settings)
         self._sites = KnownSites(_sites_path(self.ring_path))
-        self._position = self._safe = max(self.ring.tail, store.read_consumed(attempt.attempt))
+        self._position = max(self.ring.tail, store.read_consumed(attempt.attempt))
         self.ring.tail = self._position
         self._sinks = [from_spec(spec) for spec in judges["sinks"]]
         self._rank = int(attempt.settings.get("rank", 0))
@@ -79,8 +79,6 @@ class Intake:
         self._judged = self.ring.judged  # what was found in these is told already
         self.ring.findings = self._findings.size
         self._waiting = Given({}, {})  # what the rules have not seen
-        self._early = Given({}, {})  # what comes again with the next measured step, if there is one
-        self._written_early: set[int] = set()  # steps of which that could not wait
         self._told: dict[str, Any] = {}  # at the end, for the settings
         self._since: float | None = None  # when the first step came that is not committed
 
@@ -91,10 +89,8 @@ class Intake:
     def serve(self) -> bool:
         """Do what cannot wait. False: there was nothing to read."""
         came = self.read()
-        if self.ring.tail < min(self.ring.wanted, self._position):
-            self._write_early()
-            self.commit()
-        elif self._since is not None and time.monotonic() - self._since > PART_SECONDS:
+        is_wanted = self.ring.tail < min(self.ring.wanted, self._position)
+        if is_wanted or (self._since is not None and time.monotonic() - self._since > PART_SECONDS):
             self.commit()
         return came
 
@@ -103,19 +99,15 @@ class Intake:
         came = False
         for record in self.ring.read(self._position):
             came = True
-            if record.kind == wire.EARLY:
-                self._early.add(wire.decode_given(record.payload)[0], _MOST_WAITING)
-            elif record.kind == wire.SITES:
+            if record.kind == wire.SITES:
                 self._sites.add(record.payload.tobytes())
             elif record.kind == wire.OVERHEAD:
                 self._told["overhead"] = wire.decode_overhead(record.payload.tobytes())
-            elif record.kind == wire.GIVEN:
-                self._take_given(*wire.decode_given(record.payload))
+            elif record.kind in (wire.GIVEN, wire.EARLY):
+                self._take_given(*wire.decode_given(record.payload), record.kind == wire.EARLY)
             else:
                 self._take(record.number, wire.decode_step(record.payload, self._sites.known))
             self._position = record.end
-            if not any(self._early):
-                self._safe = record.end
             self.ring.judged = max(self.ring.judged, record.number + 1)
             if self._store.size >= PART_BYTES or self._position - self.ring.tail > self.ring.capacity // 3:
                 self.commit()
@@ -125,11 +117,6 @@ class Intake:
         """A step that an earlier writer had taken, but not committed, is not told once more."""
         if self._since is None:
             self._since = time.monotonic()
-        self._early = Given({}, {})
-        if self._written_early:
-            earlier = frame.earlier_scalars.items()
-            frame.earlier_scalars = {step: named for step, named in earlier if step not in self._written_early}
-            self._written_early = set()
         found = [replace(each, rank=self._rank, attempt=self.attempt.attempt) for each in self._judge_step(frame)]
         if number >= self.ring.fed:
             self.ring.fed = number + 1
@@ -149,13 +136,11 @@ class Intake:
         finally:
             frame.earlier_scalars, frame.sample_ids = own
 
-    def _take_given(self, given: Given, when: float) -> None:
-        """Take what was given with steps that no measured one brings."""
+    def _take_given(self, given: Given, when: float, is_early: bool) -> None:
+        """Take what was given with steps that are not measured, or not recorded."""
         if self._since is None:
             self._since = time.monotonic()
-        for step in given.scalars.keys() & self._early.scalars.keys():
-            del self._early.scalars[step]
-        self._store.add_given(given, when)
+        self._store.add_given(given, when, is_early)
         self._waiting.add(given, _MOST_WAITING)
 
     def _feed(self, frame: StepFrame, found: list[Finding]) -> list[Finding]:
@@ -175,24 +160,13 @@ class Intake:
         return failed
 
     def commit(self) -> None:
-        """Bring what was taken to the disk, and free its room in the ring; what comes again stays there."""
-        if self._position - self._safe > self.ring.capacity // 4:
-            self._write_early()
-        if self._safe > self.ring.tail:
+        """Bring what was taken to the disk, and free its room in the ring."""
+        if self._position > self.ring.tail:
             self._sites.keep()
-            self._store.commit(self._safe)
-            self.ring.tail = self._safe
+            self._store.commit(self._position)
+            self.ring.tail = self._position
             self._remember()
         self._since = None
-
-    def _write_early(self) -> None:
-        """Write early, without waiting any longer for a step that brings it."""
-        if any(self._early):
-            self._store.add_given(self._early, time.time())
-            self._written_early |= self._early.scalars.keys()
-            self._waiting.add(self._early, _MOST_WAITING)
-            self._early = Given({}, {})
-        self._safe = self._position
 
     def _remember(self) -> None:
         """Keep what the rules remember: whoever goes on begins with it."""
@@ -201,7 +175,6 @@ class Intake:
 
     def finish(self, is_torn: bool = False) -> None:
         """Finish: nothing more comes, and the empty ring is taken away."""
-        self._write_early()
         self.commit()
         for sink in self._sinks:
             with suppress(Exception):

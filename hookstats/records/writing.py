@@ -1,4 +1,4 @@
-"""The process that writes, as the training process sees it: started, looked after, and how many steps it is behind."""
+"""The process that writes, as the training process sees it: started, and looked after."""
 
 from __future__ import annotations
 
@@ -12,11 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from hookstats.records.ring import Ring
-
-_FEW = 64  # steps that the writer may be behind without any being left out
-_LARGEST_STRIDE = 1024
-_ROUND = (2, 5, 10, 20, 50, 100, 200, 500, 1000)
-
 
 # A file beside the script, or in the directory where it was started, may have the name of a module of Python's own,
 # such as random.py: nothing is imported before the path is clean.
@@ -104,44 +99,3 @@ class WriterProcess:
         if self._process is not None:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(seconds)
-
-
-class Thinning:
-    """Chooses steps, evenly spread, if they come faster than they are written, and tells the user.
-
-    ``came``: steps so far.
-    """
-
-    def __init__(self, every: Any, tell: Callable[[str], object]) -> None:
-        """every: as `attach` has it. tell: is given the ``every`` that would suffice."""
-        self.came = 0
-        self._every = every if isinstance(every, int) else 1
-        self._tell = tell
-
-    def keeps(self, ring: Ring) -> bool:
-        """Tell whether the step that comes now is kept."""
-        number, self.came = self.came, self.came + 1
-        return number % _stride(ring) == 0
-
-    def left_out(self, ring: Ring, least: int = 2 * _FEW) -> None:
-        """Say, as soon as so many steps were left out, how many come while one is written."""
-        if ring.dropped >= least:
-            share = self.came / max(ring.judged or self.came - ring.dropped, 1)
-            number = next((n for n in _ROUND if n >= share), _ROUND[-1])
-            self._tell(f"attach(every={number * self._every}) is advised, or more ring_bytes for a burst")
-
-
-def _stride(ring: Ring) -> int:
-    """Every n-th step that comes is kept: n is 1 while the writer keeps up, and larger the less room there is.
-
-    Twice as many are left out each time that the room for what is not read yet has halved, so that the ring is not full
-    of what came first when the rest comes. What is read, but not in a part yet, takes a third of the ring.
-    """
-    waiting = ring.written - ring.judged
-    if waiting < _FEW:
-        return 1
-    room = 1 - 1.5 * waiting * (ring.head / ring.written) / ring.capacity
-    stride = 1
-    while room < 0.5 and stride < _LARGEST_STRIDE:
-        room, stride = 2 * room, 2 * stride
-    return stride

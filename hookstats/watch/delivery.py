@@ -96,7 +96,8 @@ class Delivery:
             self.send_scalars()
         elif scalars.names and not scalars.tensors:  # they are here already, should the process be killed
             given = Given({step: self._kept.rows[-1].named}, {})
-            self._present([(each, each.take_early, given) for each in self.recorders])
+            own = self.recorders if self._joined is None else self._own  # of all ranks together they are means
+            self._present([(each, each.take_early, given) for each in own])
 
     def send_scalars(self) -> None:
         """Send the kept scalars to the recorders, without a measured step."""

@@ -120,8 +120,8 @@ MUTANTS = [
     Mutant(
         "scalars of steps that were not measured are lost",
         "hookstats/records/encoding.py",
-        "for number, scalars in given.scalars.items():",
-        "for number, scalars in list(given.scalars.items())[1:]:",
+        "for step, named in each.given.scalars.items()]",
+        "for step, named in list(each.given.scalars.items())[1:]]",
         "tests/watch/test_scalars.py -k record_has",
     ),
     Mutant(

@@ -130,7 +130,7 @@ def test_a_ring_that_is_full_drops_new_steps_and_counts_them(tmp_path: Path, mon
     assert run.attempts[0]["dropped"] == dropped
 
 
-def test_a_writer_that_falls_behind_costs_steps_evenly_and_the_end_does_not_wait_for_it(
+def test_the_end_does_not_wait_for_a_writer_that_falls_behind_and_scalars_of_all_steps_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The writer is stopped until the end has given up waiting: so little room has never to last for so long.
@@ -139,27 +139,25 @@ def test_a_writer_that_falls_behind_costs_steps_evenly_and_the_end_does_not_wait
     """
     monkeypatch.setattr("hookstats.records.recording._BEHIND_SECONDS", 0.0)
     directory = tmp_path / "run"
-    recording = hookstats.record(directory, ring_bytes=32 << 20)
+    recording = hookstats.record(directory, ring_bytes=8 << 20)
     recording.begin({"rank": 0, "every": 3})
     recording.take(recorded.measured(0))
     recorded.wait_for(lambda: recording._ring.judged == recording._ring.written)  # not only what comes before a step
     writer = recording._writer
     assert writer is not None
     recorded.stop(writer.pid)
-    with pytest.warns(UserWarning, match=r"falls behind: .* left out, evenly; attach\(every=\d+\) is advised") as told:
+    with pytest.warns(UserWarning, match=r"falls behind: .* are left out; attach\(every=\d+\) is advised") as told:
         take(recording, range(1, 1000))
     assert len(told) == 1
     dropped = recording._ring.dropped
+    assert dropped >= 128
     with pytest.warns(UserWarning, match=r"after 0 s the writer .* has not ended; it goes on"):
         recording.close()
     os.kill(writer.pid, signal.SIGCONT)
     recorded.wait_for(lambda: not recording._ring_path.exists())
     run = hookstats.load(directory)
     assert len(run) == 1000 - dropped
-    kept = run.steps
-    assert kept[:60] == list(range(60))
-    gaps = [later - step for step, later in zip(kept, [*kept[1:], 1000], strict=True)]
-    assert max(gaps) <= 512  # nothing is read: strides double
+    assert run.steps[:100] == list(range(100))
     assert set(run.scalars["step"].to_pylist()) == set(range(1000))
 
 

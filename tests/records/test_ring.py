@@ -52,8 +52,16 @@ def test_a_full_ring_takes_nothing_more_and_keeps_what_it_has(tmp_path: Path) ->
     assert not ring.write(1, [np.arange(50)])
     assert [numbers_of(record)[0] for record in ring.read(0)] == list(range(count))
     assert count == 4096 // 440
-    assert ring.fits(2000)
-    assert not ring.fits(2049)
+    assert ring.fits(1700)
+    assert not ring.fits(1800)
+
+
+def test_steps_leave_room_for_what_is_small(tmp_path: Path) -> None:
+    ring, count = Ring.create(tmp_path / "ring", 4096), 0
+    while ring.write(1, [np.full(50, count)], is_step=True):
+        count += 1
+    assert count == (4096 - 512) // 440
+    assert ring.write(1, [np.full(50, count)])
 
 
 _WRITES = """

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,22 +190,8 @@ def test_a_step_without_anything_leaves_a_trace(tmp_path: Path) -> None:
     is_kept(tmp_path, [Snapshot(frame) for frame in steps])
 
 
-def test_what_was_added_may_be_overwritten_at_once(tmp_path: Path) -> None:
-    store = Store(tmp_path / "rank=0")
-    store.begin(0, {})
-    steps = [recorded.measured(step) for step in range(4)]
-    for frame in steps:
-        blocks = [block.copy() for block in frame.memory]
-        store.add(replace(frame, memory=blocks))
-        for block in blocks:
-            block[:] = -1
-    store.finish(0)
-    is_kept(tmp_path, [Snapshot(frame) for frame in steps])
-
-
 def test_row_groups_are_flushed_while_a_part_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hookstats.records.store.FLUSH", 10_000)
-    monkeypatch.setattr("hookstats.records.encoding.FLUSH", 10_000)
     monkeypatch.setattr("hookstats.records.parts.ROW_GROUP", 5)
     monkeypatch.setattr("hookstats.records.store.ROW_GROUP", 5)
     steps = [recorded.measured(step) for step in range(40)]
