@@ -15,6 +15,7 @@ from hookstats.comparing.formatting import growth, table
 from hookstats.comparing.pairs import FAMILIES, Judged, SnapshotPair
 from hookstats.numbers.fields import Array, Site
 from hookstats.numbers.kinds import kind_of
+from hookstats.numbers.significands import dtype_of
 from hookstats.numbers.snapshot import Snapshot
 
 # By how much what lies apart may grow in a step, because parameters feed on their own roundings; those of n steps add
@@ -162,7 +163,7 @@ class Comparison:
                 float(judged.b[i]),
                 float(judged.distance[i]),
                 float(allowed[i]),
-                (rounding.dtype_of(bits[i, 0]), rounding.dtype_of(bits[i, 1])),
+                (dtype_of(bits[i, 0]), dtype_of(bits[i, 1])),
                 self._dtype or rounding.dtype_of_unit(float(units[i])),
                 i,
             )

@@ -64,6 +64,7 @@ from numpy.typing import NDArray
 
 from hookstats.numbers.fields import FIELDS, Array, Counts
 from hookstats.numbers.frame import StepFrame
+from hookstats.numbers.significands import SIGNIFICANT_BITS, count_bits
 
 # Unit roundoff: half the distance from 1 to the next larger number.
 UNIT_ROUNDOFF = {
@@ -80,9 +81,6 @@ _SUM = 64 * UNIT_ROUNDOFF["float32"]  # sqrt(4,096) terms
 _MEASUREMENT = 2.0**-22
 _ALIKE = 0.68  # three roundings (input, weight, output), the root mean square of each 0.39 u
 _FLIPS = 3  # so many where few are expected: the chance of a fourth, if 0.05 are, is 3e-7
-# Significant bits that values of a dtype need at most; what needs fewer is told from it by two extremes a step.
-_BITS = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}
-_SPECIAL = 3  # values of so few bits, as 0, 1 or 6, occur in every dtype
 
 
 class Errors(NamedTuple):
@@ -132,29 +130,15 @@ def errors(units: Array, kinks: Counts, rows: Array, is_alike: bool) -> Errors:
     )
 
 
-def count_bits(values: Array) -> Counts:
-    """Significant bits of each number, 0 of what is not finite, or special."""
-    mantissa, _ = np.frexp(np.where(np.isfinite(values), values, 0.0))
-    whole = np.abs(mantissa * 2.0**53).astype(np.int64)
-    lowest = np.maximum(whole & -whole, 1)
-    bits: Counts = np.where(whole > 0, 54 - np.frexp(lowest.astype(np.float64))[1], 0)
-    return np.where(bits > _SPECIAL, bits, 0)
-
-
 def bits_of_sites(frame: StepFrame) -> Counts:
     """``[sites]``: significant bits that min and max of each need, as they were measured; 0 where nothing is told."""
     extremes = frame.wholes[[FIELDS.index("min"), FIELDS.index("max")]]
     return np.where(frame.calls > 0, count_bits(extremes).max(0), 0)
 
 
-def dtype_of(bits: int) -> str | None:
-    """The narrowest dtype whose significand has this many bits."""
-    return next((name for name, most in _BITS.items() if 0 < bits <= most), None)
-
-
 def dtype_of_unit(unit: float) -> str:
     """The dtype that bits tell, by its unit roundoff."""
-    return next(name for name in _BITS if UNIT_ROUNDOFF[name] == unit)
+    return next(name for name in SIGNIFICANT_BITS if UNIT_ROUNDOFF[name] == unit)
 
 
 def units_of(bits: Counts, is_module: NDArray[np.bool_], is_trained: bool = False) -> Array:
@@ -167,7 +151,7 @@ def units_of(bits: Counts, is_module: NDArray[np.bool_], is_trained: bool = Fals
     """
     units = np.full(len(bits), UNIT_ROUNDOFF["float64"])
     told = is_module & (bits > 0) if (is_module & (bits > 0)).any() else bits > 0
-    for name, most in reversed(_BITS.items()):
+    for name, most in reversed(SIGNIFICANT_BITS.items()):
         at = (bits > 0) & (bits <= most)
         if 4 * (at & told).sum() >= told.sum() > 0:
             at = np.maximum.accumulate(at) | is_trained

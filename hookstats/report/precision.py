@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from hookstats.comparing.rounding import bits_of_sites, dtype_of
+from hookstats.comparing.rounding import bits_of_sites
 from hookstats.numbers.fields import ExponentBins, Site
 from hookstats.numbers.kinds import kind_of
+from hookstats.numbers.significands import dtype_of
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.report.planes import round_number
 from hookstats.report.record import Recorded

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hookstats.numbers.fields import Array, Counts
+from hookstats.numbers.fields import Counts
+from hookstats.numbers.significands import SIGNIFICANT_BITS, count_bits
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.history import middle
 from hookstats.rules.memory import Memory
@@ -15,7 +16,6 @@ _LEAST = 3  # measured steps, by which anything is said to last
 _ACCUMULATED = 100  # steps, in which gradients may be accumulated
 _TINY = 1e-4  # of the usual size of a gradient
 _FOUND = 1e-3  # of the size of the first gradients: what is sought has been found
-_ROUNDED = {"bfloat16": 8, "float16": 11}  # bits of the mantissa, with the one that is not stored
 
 
 def _note_losses(step: Step, memory: Memory) -> None:
@@ -205,7 +205,7 @@ def lost_updates(step: Step, memory: Memory, share: float = 0.8, steps: int = 20
     dtype, came_down = _dtype_of(step, most[0]), _has_fallen(memory)
     text = (
         f"{{value:%}} of the sampled elements of the parameters stay as they are in each step: in {dtype} a change "
-        f"below 1/{2 ** (_ROUNDED[dtype] + 1)} of a value is lost to rounding. "
+        f"below 1/{2 ** (SIGNIFICANT_BITS[dtype] + 1)} of a value is lost to rounding. "
     )
     if came_down:
         text += "The loss comes down, so the optimizer may keep float32 copies; then nothing is wrong."
@@ -274,18 +274,11 @@ def _gets_gradient(step: Step) -> Mask:
     return (gradients >= 0) & dense[gradients]
 
 
-def _holds(values: Array, bits: int) -> Mask:
-    """``[n]``: whether a significand of `bits` bits holds a value exactly."""
-    mantissa, _ = np.frexp(values)
-    scaled = mantissa * 2.0**bits
-    return np.asarray(np.isfinite(values) & (scaled == np.rint(scaled)))
-
-
 def _dtype_of(step: Step, site: int) -> str:
-    """The narrowest of those that hold the extremes of a parameter exactly."""
+    """Return the narrower dtype that holds the extremes of a parameter exactly, of two."""
     weights = int(step.weights_of_updates[site])
-    extremes = np.array([step.totals.min[weights], step.totals.max[weights]])
-    return next((name for name, bits in _ROUNDED.items() if _holds(extremes, bits).all()), "float16")
+    bits = count_bits(np.array([step.totals.min[weights], step.totals.max[weights]])).max()
+    return "bfloat16" if bits <= SIGNIFICANT_BITS["bfloat16"] else "float16"
 
 
 def _is_rounded(step: Step) -> Mask:
@@ -295,6 +288,7 @@ def _is_rounded(step: Step) -> Mask:
     """
     weights, totals = step.weights_of_updates, step.totals
     known = (weights >= 0) & (totals.min != totals.max)[weights] & (totals.count > 0)
-    bits = max(_ROUNDED.values())
-    low = known & (_holds(totals.min, bits) & _holds(totals.max, bits))[weights]
+    extremes = np.stack([totals.min, totals.max])
+    fits = np.isfinite(extremes).all(0) & (count_bits(extremes).max(0) <= SIGNIFICANT_BITS["float16"])
+    low = known & fits[weights]
     return (weights >= 0) & (totals.count > 0) if known.any() and (low == known).all() else low

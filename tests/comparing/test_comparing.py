@@ -13,6 +13,7 @@ from torch import nn
 import hookstats
 from hookstats import Site, Snapshot, compare
 from hookstats.comparing import rounding
+from hookstats.numbers.significands import count_bits, dtype_of
 from tests.models import Block, Residual
 
 TENSORS = ("output", "grad_output", "param", "param_grad", "param_update")
@@ -234,12 +235,12 @@ def test_what_cannot_be_compared_is_refused(eager: list[Snapshot]) -> None:
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 def test_the_dtype_is_told_from_the_bits_of_the_extremes(dtype: str) -> None:
     values = torch.randn(2000, dtype=torch.float64).to(getattr(torch, dtype)).double().numpy()
-    assert rounding.dtype_of(int(rounding.count_bits(values).max())) == dtype
+    assert dtype_of(int(count_bits(values).max())) == dtype
 
 
 def test_values_that_every_dtype_has_tell_no_dtype() -> None:
-    assert (rounding.count_bits(np.array([0.0, 1.0, -1.0, 6.0, 0.5, np.inf, np.nan, -np.inf])) == 0).all()
-    assert rounding.count_bits(np.array([0.1, 11.0])).tolist() == [52, 4]
+    assert (count_bits(np.array([0.0, 1.0, -1.0, 6.0, 0.5, np.inf, np.nan, -np.inf])) == 0).all()
+    assert count_bits(np.array([0.1, 11.0])).tolist() == [52, 4]
 
 
 def test_what_is_computed_from_coarse_values_is_coarse_but_single_sites_make_no_coarse_program() -> None:
