@@ -164,7 +164,7 @@ class Comparison:
                 float(judged.distance[i]),
                 float(allowed[i]),
                 (dtype_of(bits[i, 0]), dtype_of(bits[i, 1])),
-                self._dtype or rounding.dtype_of_unit(float(units[i])),
+                self._dtype or dtype_of(round(-np.log2(units[i]))) or "float64",
                 i,
             )
 

@@ -136,11 +136,6 @@ def bits_of_sites(frame: StepFrame) -> Counts:
     return np.where(frame.calls > 0, count_bits(extremes).max(0), 0)
 
 
-def dtype_of_unit(unit: float) -> str:
-    """The dtype that bits tell, by its unit roundoff."""
-    return next(name for name in SIGNIFICANT_BITS if UNIT_ROUNDOFF[name] == unit)
-
-
 def units_of(bits: Counts, is_module: NDArray[np.bool_], is_trained: bool = False) -> Array:
     """``[sites]``, in order of execution: the unit roundoff by which each may be off.
 
