@@ -102,9 +102,11 @@ def test_recorded_replicas_of_all_that_is_measured_of_a_parameter_count_once_and
     one = trained()
     merged = merged_snapshot([one, trained()])
     kinds = {site.tensor for site in one}
-    assert kinds == {*OF_PARAMETERS, "optimizer.exp_avg", "optimizer.exp_avg_sq"} - {"optimizer"}
+    made = {"optimizer.exp_avg", "optimizer.exp_avg_sq", "reduction.local", "reduction.reduced"}
+    assert kinds == {*OF_PARAMETERS, *made} - {"optimizer", "reduction"}
     for site, stats in one.items():
-        times = 2 if site.tensor in ("buffer", "buffer_sample", "param_grad_local") else 1
+        of_ranks = ("buffer", "buffer_sample", "param_grad_local", "reduction.local", "reduction.reduced")
+        times = 2 if site.tensor in of_ranks else 1
         assert merged[site].calls == times * stats.calls, site
         assert merged[site].total.count == times * stats.total.count, site
         assert merged[site].total.l2_norm == pytest.approx(times**0.5 * stats.total.l2_norm), site
