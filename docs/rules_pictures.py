@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.illnesses import ill, more, public_mistakes  # noqa: F401, they register theirs
+from benchmarks.illnesses import ill, more, public_mistakes, twins  # noqa: F401, they register theirs
 from benchmarks.illnesses.training import ILL, run, seeded
 from hookstats import Site, Snapshot, report
 from hookstats.report.record import Recorded
@@ -41,6 +41,8 @@ SHOWN = {
     "constant-input": "a_loader_that_gives_zeros_from_the_middle_on.cnn",
     "unscaled-input": "an_identifier_among_the_features.tanh",
     "broadcast-target": "one_column_against_a_row.mlp",
+    "unscaled-targets": "prices_of_a_hundred_thousand_and_more.mlp",
+    "unreachable-targets": "a_sigmoid_before_targets_up_to_nine.mlp",
     "nll-of-logits": "a_negative_log_likelihood_of_logits.gpt",
     "sorted-data": "data_that_are_sorted_by_class.cnn",
     "equal-channels": "kernels_that_are_all_equal.cnn",

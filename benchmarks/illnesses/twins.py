@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss, nll_loss
 
 from benchmarks.illnesses.healthy import HEALTHY, healthy
-from benchmarks.illnesses.public_mistakes import TwoHeads
+from benchmarks.illnesses.public_mistakes import TwoHeads, regression
 from benchmarks.illnesses.training import Setup, ill, sgd
 from tests.rules.fleet.models import Recurrent, layers
 
@@ -243,6 +243,63 @@ def a_router_that_chooses_one_expert(setup: Setup) -> None:
 @healthy("mlp")
 def a_router_that_is_balanced(setup: Setup) -> None:
     _mixed(setup, 0.0, 0.1)
+
+
+# Targets
+
+
+def _squared(setup: Setup, target: Callable[[torch.Tensor], torch.Tensor], *last: nn.Module) -> None:
+    regression(setup)
+    setup.model.extend(last)
+    setup.loss = lambda out, y: mse_loss(out, target(y.float())[:, None])
+
+
+@ill("unscaled-targets", on=("mlp",))
+def prices_of_a_hundred_thousand_and_more(setup: Setup) -> None:
+    _squared(setup, lambda y: 1e5 * (1 + y))
+
+
+@healthy("mlp")
+def prices_that_are_divided_by_their_size(setup: Setup) -> None:
+    _squared(setup, lambda y: (1 + y) / 5)
+
+
+@healthy("mlp")
+def answers_that_begin_at_zero(setup: Setup) -> None:
+    _squared(setup, lambda y: (y - 4.5) / 3)
+    nn.init.zeros_(setup.model[-1].weight)
+    nn.init.zeros_(setup.model[-1].bias)
+
+
+@ill("unreachable-targets", on=("mlp",))
+def a_relu_before_targets_of_both_signs(setup: Setup) -> None:
+    _squared(setup, lambda y: (y - 4.5) / 3, nn.ReLU())
+
+
+@ill("unreachable-targets", on=("mlp",))
+def a_sigmoid_before_targets_up_to_nine(setup: Setup) -> None:
+    _squared(setup, lambda y: y, nn.Sigmoid())
+
+
+@ill("unreachable-targets", on=("mlp",))
+def a_tanh_before_targets_down_to_minus_nine(setup: Setup) -> None:
+    _squared(setup, lambda y: -y, nn.Tanh())
+
+
+@healthy("mlp")
+def a_relu_before_targets_that_are_never_negative(setup: Setup) -> None:
+    _squared(setup, lambda y: 0.5 + y / 5, nn.ReLU())
+    setup.make_optimizer = sgd(0.01)
+
+
+@healthy("mlp")
+def a_sigmoid_before_targets_of_zero_and_one(setup: Setup) -> None:
+    _squared(setup, lambda y: (y > 4).float(), nn.Sigmoid())
+
+
+@healthy("mlp")
+def a_tanh_before_targets_of_minus_one_and_one(setup: Setup) -> None:
+    _squared(setup, lambda y: 2 * (y > 4).float() - 1, nn.Tanh())
 
 
 TWINS = frozenset(HEALTHY) - _BEFORE

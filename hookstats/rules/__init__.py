@@ -76,4 +76,6 @@ from hookstats.rules.step_law import outside_write as outside_write
 from hookstats.rules.story import Chapter as Chapter
 from hookstats.rules.story import head as head
 from hookstats.rules.story import story as story
+from hookstats.rules.targets import unreachable_targets as unreachable_targets
+from hookstats.rules.targets import unscaled_targets as unscaled_targets
 from hookstats.rules.updates import update_ratio as update_ratio

@@ -9,6 +9,7 @@ import numpy as np
 from hookstats.numbers.fields import FIELDS, Counts
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.formatting import percent
+from hookstats.rules.losses import has_fallen, note_losses
 from hookstats.rules.memory import Memory
 from hookstats.rules.step import Mask, Step
 
@@ -28,6 +29,8 @@ def dead_channels(
 ) -> Ill | list[Ill] | None:
     """A ReLU whose channels are 0 nearly always: more than half of them (warning), or all (critical).
 
+    More than half are a note where the loss has come down to half of the first ones: the others are enough then.
+
     A channel is dead where fewer than ``active`` = 1 % of its values are not 0, and a layer is ill where more than
     ``share`` = 0.5 of its channels are dead (SageMaker Debugger, dead-relu), in ``consecutive_steps`` = 5 verdicts in a
     row if all of them are, and in ``some_consecutive_steps`` = 20 if some are alive: small layers begin like that by
@@ -44,6 +47,7 @@ def dead_channels(
     where the output before has as many channels, a ReLU lets no gradient through to those that are dead, or it is a
     mask; and of outputs that follow each other, a ReLU and its pooling, the first is named.
     """
+    note_losses(step, memory)
     outputs, totals = step.ordered("output"), step.totals
     if not outputs:
         return None
@@ -72,9 +76,12 @@ def dead_channels(
     of_dead = f"0 for more than {percent(1 - active)} of what they see. They get no gradient, and seldom come back: "
     of_dead += "lower the learning rate, look at the bias before them, or use a LeakyReLU or GELU."
     of_zeros = "all of its weights are 0. Nothing behind it can learn from it: look at how they are initialised."
+    learns = has_fallen(memory, 0.5)
+    if learns:
+        of_dead += " The loss has come down all the same."
     return Ill(
         dead, "{channels} of {tensor} are dead: {why}", shares, share,
-        lambda site: "critical" if shares[site] == 1 else "warning", since=since,
+        lambda site: "critical" if shares[site] == 1 else "note" if learns else "warning", since=since,
         words={
             "channels": lambda site: _channels(shares[site]),
             "why": lambda site: of_zeros if has_zero_weights(step, site) else of_dead,

@@ -67,7 +67,7 @@ def probabilities_as_logits(step: Step, consecutive_steps: int = 10) -> Ill | No
         size, expected = totals.l1_norm[gradient], 2 * (1 - math.exp(-loss)) * calls
         is_ill = classes > 1 and least * 0.999 <= loss <= most * 1.001 and _is_of_softmax(step, gradient)
         is_ill = is_ill and 0.75 * expected < size < 1.25 * expected
-        is_ill = is_ill and totals.zeros[gradient] < 0.1 * totals.count[gradient] and not step.once(_has_weights)[site]
+        is_ill = is_ill and totals.zeros[gradient] < 0.1 * totals.count[gradient] and not step.once(has_weights)[site]
     text = (
         "{tensor} lies in [0, 1], as probabilities do, and the loss is the cross-entropy of these as if they were "
         "logits: it cannot come below {threshold}, and its gradient is small. Leave out the softmax or sigmoid before "
@@ -76,7 +76,7 @@ def probabilities_as_logits(step: Step, consecutive_steps: int = 10) -> Ill | No
     return Ill(is_ill, text, loss, least, steps=consecutive_steps, site=site)
 
 
-def _has_weights(step: Step) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def has_weights(step: Step) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """``[n]``: whether the module of a site has parameters that are watched."""
     names = {name.rpartition(".")[0] for name, _ in step.sites if name.rpartition(".")[2] in ("weight", "bias")}
     return np.array([site.name in names for site in step.sites], bool)

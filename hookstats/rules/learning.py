@@ -8,6 +8,7 @@ from hookstats.numbers.fields import Counts
 from hookstats.numbers.significands import SIGNIFICANT_BITS, count_bits
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.history import middle
+from hookstats.rules.losses import has_fallen, note_losses
 from hookstats.rules.memory import Memory
 from hookstats.rules.step import Mask, Step, fired_ids
 
@@ -16,20 +17,6 @@ _LEAST = 3  # measured steps, by which anything is said to last
 _ACCUMULATED = 100  # steps, in which gradients may be accumulated
 _TINY = 1e-4  # of the usual size of a gradient
 _FOUND = 1e-3  # of the size of the first gradients: what is sought has been found
-
-
-def _note_losses(step: Step, memory: Memory) -> None:
-    firsts, losses = memory.setdefault("losses", []), step.read_scalar("loss").values()
-    firsts += list(losses)[: 5 - len(firsts)]
-    memory.last("last losses", 10).extend(losses)
-
-
-def _has_fallen(memory: Memory) -> bool | None:
-    """Return whether the loss has come down since the run began; None where that is not known."""
-    if len(memory["last losses"]) < 10:
-        return None
-    first, now = middle(np.array(memory["losses"])), middle(np.array(memory["last losses"]))
-    return bool(now < first - 0.02 * abs(first))
 
 
 @rule(depth=2)
@@ -185,7 +172,7 @@ def lost_updates(step: Step, memory: Memory, share: float = 0.8, steps: int = 20
 
     False-positive guards: gradients that are mostly 0 (rows of an embedding) are not judged.
     """
-    _note_losses(step, memory)
+    note_losses(step, memory)
     totals, streak = step.totals, memory.streak()
     judged, count, zeros = step.alike(find_measured_updates), 0.0, 0.0
     may_be = np.count_nonzero(judged & (totals.zeros > share * totals.count)) > 0
@@ -202,7 +189,7 @@ def lost_updates(step: Step, memory: Memory, share: float = 0.8, steps: int = 20
         return []
     most = step.in_order(judged & (totals.zeros > 0))
     most.sort(key=lambda site: -float(totals.zeros[site] / totals.count[site]))
-    dtype, came_down = _dtype_of(step, most[0]), _has_fallen(memory)
+    dtype, came_down = _dtype_of(step, most[0]), has_fallen(memory)
     text = (
         f"{{value:%}} of the sampled elements of the parameters stay as they are in each step: in {dtype} a change "
         f"below 1/{2 ** (SIGNIFICANT_BITS[dtype] + 1)} of a value is lost to rounding. "
@@ -234,7 +221,7 @@ def shrinking_weights(
     False-positive guards: parameters with fewer than ``values`` = 64 sampled elements, and those that have
     one value, are not judged; ordinary updates go anywhere.
     """
-    _note_losses(step, memory)
+    note_losses(step, memory)
     totals, weights = step.totals, step.weights_of_updates
     measured = (weights >= 0) & (totals.count >= values)
     measured &= (totals.min != totals.max)[weights]
@@ -252,7 +239,7 @@ def shrinking_weights(
     going = going & (step.number - streak.since + 1 >= steps)
     if 2 * np.count_nonzero(going) <= np.count_nonzero(measured):
         return []
-    came_down = _has_fallen(memory)
+    came_down = has_fallen(memory)
     text = (
         "{names}: smaller by {value:%} in each step, and nearly nothing else changes them: weight decay is stronger "
         f"than the gradient{', and the loss does not come down' if came_down is False else ''}. Lower weight_decay; "

@@ -41,6 +41,10 @@ NAMED = [
     ("labels_that_are_all_ignored", "mlp", "unchanged-parameters", "critical", "ignores every label"),
     ("labels_that_are_all_ignored", "gpt", "unchanged-parameters", "critical", "only weight decay changes"),
     ("one_column_against_a_row", "mlp", "broadcast-target", "warning", "output.squeeze(-1)"),
+    ("prices_of_a_hundred_thousand_and_more", "mlp", "unscaled-targets", "warning", "the mean is 5"),
+    ("a_relu_before_targets_of_both_signs", "mlp", "unreachable-targets", "warning", "never comes below 0"),
+    ("a_sigmoid_before_targets_up_to_nine", "mlp", "unreachable-targets", "warning", "never comes above 1"),
+    ("a_tanh_before_targets_down_to_minus_nine", "mlp", "unreachable-targets", "warning", "never comes below -1"),
     ("a_negative_log_likelihood_of_logits", "cnn", "nll-of-logits", "warning", "Use cross_entropy"),
     ("a_negative_log_likelihood_of_probabilities", "mlp", "nll-of-logits", "warning", "log_softmax"),
     ("data_that_are_sorted_by_class", "mlp", "sorted-data", "warning", "Shuffle them"),
@@ -82,6 +86,14 @@ def test_a_mistake_is_named(name: str, kind: str, rule: str, severity: str, word
 
 
 TWINS = {
+    "unscaled-targets": [
+        "prices_that_are_divided_by_their_size.mlp", "answers_that_begin_at_zero.mlp", "as_it_is.mlp",
+        "numbers_that_are_large.mlp",
+    ],
+    "unreachable-targets": [
+        "a_relu_before_targets_that_are_never_negative.mlp", "a_sigmoid_before_targets_of_zero_and_one.mlp",
+        "a_tanh_before_targets_of_minus_one_and_one.mlp", "answers_that_begin_at_zero.mlp",
+    ],
     "broadcast-target": [
         "a_column_against_a_column.mlp", "a_whole_data_set_and_a_number.mlp", "numbers_that_are_large.mlp",
     ],
