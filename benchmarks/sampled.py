@@ -2,8 +2,9 @@
 
 errors: 500 tensors of tokens, of five kinds, each read by every 8th row from each of the first eight on, beside float64
 of the whole. bytes: of a step of a model of 1 B parameters, by the counts of what is hooked. cost: four models with the
-default, every step, every step with rows=8, and budget=0.01; a process for each, ten steps of each by turns, in a
-processor's time, which other work on the machine changes least. compiled: the same, each model compiled as a whole.
+default, every step, every step with rows=8, and budget=0.01; ten steps of each by turns, in a processor's time, which
+other work on the machine changes least. All in one process: the same model is up to 25 % slower in one process than in
+another. compiled: each model compiled as a whole, which is done once, so a process for each way.
 """
 
 from __future__ import annotations
@@ -161,47 +162,80 @@ _WAYS: dict[str, dict[str, Any] | None] = {
 }
 
 
-def work(name: str, way: str, mode: str) -> None:
-    """Times ten steps for each line that comes."""
+def work(name: str, way: str) -> None:
+    """Times ten steps of a compiled model for each line that comes."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model, loss_of = _MODELS[name]()
     optimizer, given = torch.optim.AdamW(model.parameters(), fused=True), _WAYS[way]
     monitor = None if given is None else hookstats.attach(model, **given)
-    if mode == "compiled":
-        model.compile()
-
-    def steps(count: int) -> float:
-        begin = time.process_time()
-        for _ in range(count):
-            optimizer.zero_grad()
-            loss_of().backward()
-            optimizer.step()
-            if monitor is not None:
-                monitor.step()
-        return (time.process_time() - begin) / count
-
-    steps(40 if way.startswith("budget") else 20)
-    chosen = monitor.overhead() if monitor is not None else None
-    print("" if chosen is None else f"every={chosen.every:g}, rows={chosen.rows:g}", flush=True)
+    model.compile()
+    timed(loss_of, optimizer, monitor, 40 if way.startswith("budget") else 20)
+    print(choice(monitor), flush=True)
     for _ in sys.stdin:
-        print(steps(10), flush=True)
+        print(timed(loss_of, optimizer, monitor, 10), flush=True)
 
 
-def cost(mode: str = "eager", rounds: int = 8) -> None:
-    print("| |", " | ".join(_WAYS), "|\n|---" + "|---" * len(_WAYS) + "|")
+def timed(loss_of: Callable[[], torch.Tensor], optimizer: Any, monitor: hookstats.Monitor | None, count: int) -> float:
+    """Return the processor's seconds of a step."""
+    begin = time.process_time()
+    for _ in range(count):
+        optimizer.zero_grad()
+        loss_of().backward()
+        optimizer.step()
+        if monitor is not None:
+            monitor.step()
+    return (time.process_time() - begin) / count
+
+
+def choice(monitor: hookstats.Monitor | None) -> str:
+    """Return what a budget has chosen."""
+    if monitor is None:
+        return ""
+    overhead = monitor.overhead()
+    return f"every={overhead.every:g}, rows={overhead.rows:g}"
+
+
+def in_turns(name: str, seconds: float = 120.0) -> tuple[list[list[float]], list[str]]:
+    """Return the times of each way, at least three, and what each has chosen."""
+    torch.manual_seed(0)
+    model, loss_of = _MODELS[name]()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    times: list[list[float]] = [[] for _ in _WAYS]
+    chosen = [""] * len(_WAYS)
+    timed(loss_of, optimizer, None, 5)
+    end = time.monotonic() + seconds
+    while len(times[0]) < 3 or (len(times[0]) < 12 and time.monotonic() < end):
+        for i, (way, given) in enumerate(_WAYS.items()):
+            monitor = None if given is None else hookstats.attach(model, **given)
+            timed(loss_of, optimizer, monitor, 40 if way.startswith("budget") else 5)
+            times[i].append(timed(loss_of, optimizer, monitor, 10))
+            chosen[i] = choice(monitor)
+            if monitor is not None:
+                monitor.detach()
+    return times, chosen
+
+
+def in_processes(name: str, rounds: int = 8) -> tuple[list[list[float]], list[str]]:
+    """Return the same of compiled models, a process for each way."""
     pipe = subprocess.PIPE
+    commands = [[sys.executable, "-m", "benchmarks.sampled", "work", name, way] for way in _WAYS]
+    workers = [subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe) for command in commands]
+    chosen = [worker.stdout.readline().strip() for worker in workers]  # type: ignore[union-attr]
+    times: list[list[float]] = [[] for _ in workers]
+    for _ in range(rounds):
+        for worker, own in zip(workers, times, strict=True):
+            print(file=worker.stdin, flush=True)
+            own.append(float(worker.stdout.readline()))  # type: ignore[union-attr]
+    for worker in workers:
+        worker.kill()
+    return times, chosen
+
+
+def cost(measured: Callable[[str], tuple[list[list[float]], list[str]]]) -> None:
+    print("| |", " | ".join(_WAYS), "|\n|---" + "|---" * len(_WAYS) + "|")
     for name in _MODELS:
-        commands = [[sys.executable, "-m", "benchmarks.sampled", "work", name, way, mode] for way in _WAYS]
-        workers = [subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe) for command in commands]
-        chosen = [worker.stdout.readline().strip() for worker in workers]  # type: ignore[union-attr]
-        times: list[list[float]] = [[] for _ in workers]
-        for _ in range(rounds):
-            for worker, own in zip(workers, times, strict=True):
-                print(file=worker.stdin, flush=True)
-                own.append(float(worker.stdout.readline()))  # type: ignore[union-attr]
-        for worker in workers:
-            worker.kill()
+        times, chosen = measured(name)
         cells = [f"{1e3 * statistics.median(times[0]):.1f} ms"]
         for own, what in zip(times[1:], chosen[1:], strict=True):
             added = sorted(100 * (one / bare - 1) for one, bare in zip(own, times[0], strict=True))
@@ -213,10 +247,10 @@ def cost(mode: str = "eager", rounds: int = 8) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     if sys.argv[1:2] == ["work"]:
-        return work(*sys.argv[2:5])
+        return work(*sys.argv[2:4])
     for name in sys.argv[1:] or ["errors", "bytes"]:
         if name in ("cost", "compiled"):
-            cost("compiled" if name == "compiled" else "eager")
+            cost(in_processes if name == "compiled" else in_turns)
         else:
             {"errors": errors, "bytes": bytes_read}[name]()
 

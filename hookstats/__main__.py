@@ -119,6 +119,20 @@ def _compare(options: argparse.Namespace) -> int:
     return int(found.first is not None)
 
 
+def _identities(options: argparse.Namespace) -> int:
+    from hookstats import load
+
+    run = load(options.path, ranks=options.rank)
+    found = (run.attempts[-1]["settings"].get("options") or {}).get("identities")
+    if found is None:
+        raise ValueError(
+            f"{options.path}: expected a run of attach(options=Options(identities=find_identities(model, forward))), "
+            "got one without identities"
+        )
+    _say("\n".join(found))
+    return 0
+
+
 def _report(options: argparse.Namespace) -> int:
     from hookstats.report import write
 
@@ -208,6 +222,12 @@ _COMMANDS = [
             ),
             _RANK,
         ],
+    ),
+    (
+        _identities,
+        "print which sums of a run's gradients must be equal",
+        "Those that were proved of its model.",
+        [_RUN, _RANK],
     ),
     (
         _report,

@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import hookstats
 from hookstats.__main__ import main
@@ -52,6 +54,23 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
         env=os.environ | environment,
         timeout=120,
     )
+
+
+def test_identities_prints_those_that_were_proved_of_the_model(runs: Path, tmp_path: Path, capsys: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    x = torch.randn(6, 4)
+    found = hookstats.find_identities(model, lambda: model(x))
+    assert len(found)
+    with hookstats.attach(
+        model, every=1, sinks=[hookstats.record(tmp_path)], options=hookstats.Options(identities=found)
+    ) as monitor:
+        model(x).square().mean().backward()
+        monitor.step()
+    assert main(["identities", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(each) for each in found.identities]
+    assert main(["identities", str(runs / "a")]) == 2
+    assert "expected a run of attach(options=Options(identities=" in capsys.readouterr().err
 
 
 def test_show_prints_the_table_of_a_step(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
