@@ -62,6 +62,8 @@ def test_a_batch_is_taken_for_channels_only_where_nothing_else_has_their_size() 
     assert dim_of(torch.zeros(8, 5, 8), Widths(frozenset({8}), frozenset(), True)) == 2
     assert dim_of(torch.zeros(8, 5, 6), Widths(frozenset({8}), frozenset(), True)) == 0
     assert dim_of(torch.zeros(8, 5, 6), NOTHING, ((3, 8), 1)) == 2
+    batch_last_in_memory = torch.zeros(5, 8, 6, 8).permute(3, 1, 2, 0)
+    assert dim_of(batch_last_in_memory, Widths(frozenset({8}), frozenset(), True)) == 1
     assert channel_dim_by_evidence(torch.empty(8), NOTHING, Ran()) == 0
 
 

@@ -97,8 +97,9 @@ class NotOnTheCpu(torch.Tensor):
         return super().__torch_function__(function, types, args, kwargs or {})
 
 
-def test_what_lies_on_a_device_is_copied_there_and_not_read_before_it_travels() -> None:
-    net, buffer = model(), torch.zeros(()).as_subclass(NotOnTheCpu)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_what_lies_on_a_device_is_copied_there_and_not_read_before_it_travels(dtype: torch.dtype) -> None:
+    net, buffer = model(), torch.zeros((), dtype=dtype).as_subclass(NotOnTheCpu)
     monitor = hookstats.attach(net, every=600)
 
     def given(step: int) -> dict[str, Any]:
