@@ -10,6 +10,7 @@ from hookstats.rules.step import Step
 
 
 def note_losses(step: Step, memory: Memory) -> None:
+    """Keep the first five losses of a run and the last ten."""
     firsts, losses = memory.setdefault("losses", []), step.read_scalar("loss").values()
     firsts += list(losses)[: 5 - len(firsts)]
     memory.last("last losses", 10).extend(losses)

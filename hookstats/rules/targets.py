@@ -9,6 +9,8 @@ import numpy as np
 
 from hookstats.rules.answers import answer, has_weights
 from hookstats.rules.engine import Ill, rule
+from hookstats.rules.losses import has_fallen, note_losses
+from hookstats.rules.memory import Memory
 from hookstats.rules.step import Step
 
 _EXACT = 0.01  # of the loss: bfloat16 rounds the gradient by 0.4 %
@@ -45,7 +47,7 @@ def _squared_error(step: Step) -> _SquaredError | None:
 
 
 @rule(of="grad_output", depth=2, sums=True)
-def unscaled_targets(step: Step, size: float = 100.0, consecutive_steps: int = 20) -> Ill | None:
+def unscaled_targets(step: Step, memory: Memory, size: float = 100.0, consecutive_steps: int = 20) -> Ill | None:
     """The targets of a regression are hundreds of times as large as what the model answers: not scaled (warning).
 
     The loss is a mean squared error, which its gradient proves, to 1 %. Its root is above ``size`` = 100, and above 100
@@ -56,9 +58,10 @@ def unscaled_targets(step: Step, size: float = 100.0, consecutive_steps: int = 2
     subtract the mean of the training targets and divide by their standard deviation, and undo that where answers are
     used.
 
-    False-positive guards: answers that begin at 0 are not judged by the ratio alone, and a loss that is no mean
-    squared error of the model's last output is not judged.
+    False-positive guards: the error itself must be large, as answers may begin at 0; a loss that has come down to half
+    of the first ones, and one that is no mean squared error of the model's last output, are not judged.
     """
+    note_losses(step, memory)
     found = _squared_error(step)
     if found is None:
         return None
@@ -68,7 +71,7 @@ def unscaled_targets(step: Step, size: float = 100.0, consecutive_steps: int = 2
         "{since}: the targets, of which the mean is {mean}, are not scaled. Subtract their mean and divide by their "
         "standard deviation, or it takes the model very long to come near them."
     )
-    is_ill = found.error > size and ratio > size
+    is_ill = found.error > size and ratio > size and not has_fallen(memory, 0.5)
     return Ill(is_ill, text, found.error, size, steps=consecutive_steps, site=found.site, words={"mean": found.mean})
 
 
