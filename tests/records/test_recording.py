@@ -330,6 +330,7 @@ for what in ("part", "ring"):
             with suppress(RuntimeError):  # it has stopped
                 recording.wait(60)  # a writer that falls behind would be another warning
         monitor.detach()
+    told = [each for each in told if each.category is not ResourceWarning]  # a writer that failed may still be ending
     told_of.append([len(losses), [str(each.message) for each in told]])
 print(json.dumps(told_of))
 """
