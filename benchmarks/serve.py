@@ -22,6 +22,7 @@ import numpy as np
 
 from benchmarks.interleaved import interleaved
 from benchmarks.report_size import record, sites_of, step_of
+from hookstats.records.attempts import path_of
 from hookstats.records.parts import list_parts
 from hookstats.records.reading import read_sites
 from hookstats.records.store import Store
@@ -79,7 +80,7 @@ def processor(pid: int) -> float:
 
 
 def browse(folder: Path) -> None:
-    description = describe(folder / "run" / "rank=0", 1, os.getpid())  # it is alive
+    describe(folder / "run" / "rank=0", 1, os.getpid())  # it is alive
     with serving(folder) as served, Browser() as browser:
         [address] = served.runs().values()
         browser.call("Page.navigate", url=served.address)
@@ -121,7 +122,7 @@ def browse(folder: Path) -> None:
         peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
         print(f"memory of the server, at most: {int(peak.split()[1]) / 1024:.0f} MB")
         assert not browser.errors, browser.errors
-    description.unlink()
+    path_of(folder / "run" / "rank=0", 1).unlink()
 
 
 def settle(pids: Sequence[int]) -> None:
