@@ -309,13 +309,7 @@ struct FlatSums {
       prefetch<kMany * V::kSize>(tile, r, lane);
       for (int v = 0; v < kMany; ++v) {
         const auto x = load<V>(row + v * V::kSize);
-        const auto deviation = x - pivot;
-        part[v] += deviation;
-        squares[v] += deviation * deviation;
-        magnitudes[v] += magnitude_of(x);
-        min[v] = x < min[v] ? x : min[v];
-        max[v] = x > max[v] ? x : max[v];
-        zeros[v] -= x == 0;
+        add_vector<V>(x, pivot, part[v], squares[v], magnitudes[v], min[v], max[v], zeros[v]);
       }
     }
     for (int v = 1; v < kMany; v *= 2) {
@@ -340,7 +334,7 @@ struct FlatSums {
     max[0] = x > max[0] ? x : max[0];
     zeros[0] -= plain == 0;
     no_zeros += V::kSize - count;
-    carry_all(deviation, deviation * deviation, magnitude_of(plain));
+    carry_all(deviation, deviation * deviation, magnitude_of<V>(plain));
   }
 
   HOOKSTATS_INLINE WideSums fold(int64_t count) const {
@@ -365,9 +359,6 @@ struct FlatSums {
   }
 
  private:
-  HOOKSTATS_INLINE static vector magnitude_of(const vector& x) {
-    return bit_copy<vector>(bit_copy<typename V::bits>(x) << 1 >> 1);
-  }
   HOOKSTATS_INLINE static typename V::wide widened(const vector& part) {
     constexpr int kPieces = sizeof(double) / sizeof(acc_t);
     typedef acc_t Piece __attribute__((vector_size(sizeof(part) / kPieces)));

@@ -133,6 +133,11 @@ HOOKSTATS_INLINE typename V::type load(const Float8e4m3fn* at) {
   return bit_copy<typename V::type>(bits);
 }
 
+template <class V>
+HOOKSTATS_INLINE typename V::type magnitude_of(const typename V::type& x) {
+  return bit_copy<typename V::type>(bit_copy<typename V::bits>(x) << 1 >> 1);
+}
+
 // V::kSize values as float64.
 template <class V, class scalar_t>
 HOOKSTATS_INLINE typename V::type load_wide(const scalar_t* at) {
@@ -194,7 +199,21 @@ HOOKSTATS_INLINE void carry(const typename V::type& part, double* total) {
   }
 }
 
-// Sums::add for kVectors vectors of each row, in the arithmetic of the data, then a carry.
+// Sums::add in lanes, in the arithmetic of the data.
+template <class V>
+HOOKSTATS_INLINE void add_vector(const typename V::type& x, const typename V::type& pivot, typename V::type& sum,
+                                 typename V::type& square_sum, typename V::type& abs_sum, typename V::type& min,
+                                 typename V::type& max, typename V::ints& zeros) {
+  const auto deviation = x - pivot;
+  sum += deviation;
+  square_sum += deviation * deviation;
+  abs_sum += magnitude_of<V>(x);
+  min = x < min ? x : min;
+  max = x > max ? x : max;
+  zeros -= x == 0;
+}
+
+// kVectors vectors of each row, then a carry.
 template <class V, int kVectors, class scalar_t, class acc_t>
 HOOKSTATS_INLINE void add_rows(const Tile<scalar_t>& tile, int lane, LaneSums<acc_t>& sums) {
   typename V::type pivot[kVectors], min[kVectors], max[kVectors];
@@ -213,13 +232,7 @@ HOOKSTATS_INLINE void add_rows(const Tile<scalar_t>& tile, int lane, LaneSums<ac
     prefetch<kVectors * V::kSize>(tile, r, lane);
     for (int v = 0; v < kVectors; ++v) {
       const auto x = load<V>(row + v * V::kSize);
-      const auto deviation = x - pivot[v];
-      sum[v] += deviation;
-      square_sum[v] += deviation * deviation;
-      abs_sum[v] += bit_copy<typename V::type>(bit_copy<typename V::bits>(x) << 1 >> 1);
-      min[v] = x < min[v] ? x : min[v];
-      max[v] = x > max[v] ? x : max[v];
-      zeros[v] -= x == 0;
+      add_vector<V>(x, pivot[v], sum[v], square_sum[v], abs_sum[v], min[v], max[v], zeros[v]);
     }
   }
   for (int v = 0; v < kVectors; ++v) {

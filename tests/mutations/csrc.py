@@ -106,8 +106,8 @@ MUTANTS = [
     Mutant(
         "lanes sum values, not deviations from the pivot",
         "csrc/cpu/tile.h",
-        "      sum[v] += deviation;",
-        "      sum[v] += x;",
+        "sum += deviation;",
+        "sum += x;",
         f"{KERNELS} {ON_CPU.format('every_layout and rows')}",
     ),
     Mutant(
