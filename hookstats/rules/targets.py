@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import numpy as np
-
 from hookstats.rules.answers import answer, has_weights
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.losses import has_fallen, note_losses
@@ -103,12 +101,10 @@ def unreachable_targets(step: Step, share: float = 0.01, consecutive_steps: int 
     elif low >= -1 and high <= 1 and (low < near - 1 or high > 1 - near):
         ends = -1.0, 1.0
     below, above = ends[0] - found.lowest, found.highest - ends[1]
-    target = found.lowest if below > above else found.highest
     is_ill = max(below, above) > near * found.error and not step.once(has_weights)[site]
+    side, end, target = ("below", ends[0], found.lowest) if below > above else ("above", ends[1], found.highest)
     text = (
-        "{tensor} never comes {where}, and its targets do: one is {value} or beyond, in each measured step since step "
-        "{since}. Leave out the activation before the loss, or scale the targets to where it ends."
+        "{tensor} never comes {side} {threshold}, and its targets do: one is {value} or beyond, in each measured step "
+        "since step {since}. Leave out the activation before the loss, or scale the targets to where it ends."
     )
-    where = f"below {ends[0]:g}" if below > above else f"above {ends[1]:g}"
-    end = ends[0] if below > above else ends[1]
-    return Ill(bool(np.bool_(is_ill)), text, target, end, steps=consecutive_steps, site=site, words={"where": where})
+    return Ill(bool(is_ill), text, target, end, steps=consecutive_steps, site=site, words={"side": side})
