@@ -97,7 +97,7 @@ def train(trainer: Trainer, monitor: Monitor, epochs: int) -> None:
 def seconds_per_step(trainer: Trainer, monitor: Monitor, turns: int = 9, steps: int = 10) -> dict[str, float]:
     """Medians of bare steps, of steps with the defaults, and of those that are measured here; in turns on one machine.
 
-    A turn has ten steps, of which the defaults measure one; what is recorded of a step is written during the next ones.
+    A turn has ten steps, of which the defaults measure one. It begins when what was recorded before is written.
     """
 
     def timed(step: Callable[[], object]) -> float:
@@ -115,12 +115,13 @@ def seconds_per_step(trainer: Trainer, monitor: Monitor, turns: int = 9, steps: 
     taken: dict[str, list[float]] = {"bare": [], "default": [], "measured": []}
     with hookstats.attach(trainer.model) as default:
         for _ in range(turns):
-            with default.paused():
-                taken["measured"].append(timed(lambda: monitor.step(loss=trainer.step())))
+            monitor.check()  # waits for the process that writes
             with monitor.paused():
                 taken["default"].append(timed(lambda: default.step(loss=trainer.step())))
                 with default.paused():
                     taken["bare"].append(timed(trainer.step))
+            with default.paused():
+                taken["measured"].append(timed(lambda: monitor.step(loss=trainer.step())))
     return {name: median(seconds) for name, seconds in taken.items()}
 
 
