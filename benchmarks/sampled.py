@@ -1,10 +1,11 @@
-"""``python -m benchmarks.sampled [errors | bytes | cost | compiled]``: what attach(rows=8) reads, costs, and is off by.
+"""``python -m benchmarks.sampled [errors | bytes | cost | laws | compiled]``: what rows=8 reads, costs and errs.
 
 errors: 500 tensors of tokens, of five kinds, each read by every 8th row from each of the first eight on, beside float64
 of the whole. bytes: of a step of a model of 1 B parameters, by the counts of what is hooked. cost: four models with the
 default, every step, every step with rows=8, and budget=0.01; ten steps of each by turns, in a processor's time, which
 other work on the machine changes least. All in one process: the same model is up to 25 % slower in one process than in
-another. compiled: each model compiled as a whole, which is done once, so a process for each way.
+another. laws: the same of what laws measure beside the defaults, of the GPT. compiled: each model compiled as a whole,
+which is done once, so a process for each way.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from torch import nn
 import hookstats
 from benchmarks.llama import Llama, Shape
 from benchmarks.steps import LARGE, SMALL
+from hookstats.watch.arguments import DEFAULT_TENSORS
 
 _ROWS, _WIDTH, _TENSORS, _WHOLE = 2048, 32, 100, 10  # of each kind
 
@@ -153,12 +155,29 @@ _MODELS: dict[str, Callable[[], Made]] = {
     "CNN of the demo": lambda: _of_images(_demo(), 128, 1, 8, 8),
     "ResNet-18, 32 images of 32 x 32": lambda: _of_images(_resnet18(), 32, 3, 32, 32),
 }
-_WAYS: dict[str, dict[str, Any] | None] = {
+Ways: TypeAlias = dict[str, dict[str, Any] | None]
+_WAYS: Ways = {
     "bare": None,
     "default, every=10": {},
     "every=1": {"every": 1},
     "every=1, rows=8": {"every": 1, "rows": 8},
     "budget=0.01": {"budget": 0.01},
+}
+
+
+def _beside_the_defaults(*kinds: str) -> dict[str, Any]:
+    return {"every": 1, "tensors": (*DEFAULT_TENSORS, *kinds)}
+
+
+_OF_LAWS: Ways = {
+    "bare": None,
+    "every=1": {"every": 1},
+    "token weights": _beside_the_defaults("token_weights"),
+    "optimizer law": _beside_the_defaults("optimizer_law"),
+    "step law": _beside_the_defaults("outside_update"),
+    "reduction": _beside_the_defaults("reduction"),
+    "all of these": _beside_the_defaults("token_weights", "optimizer_law", "outside_update", "reduction"),
+    "param_grad_local": _beside_the_defaults("param_grad_local"),
 }
 
 
@@ -181,10 +200,11 @@ def timed(loss_of: Callable[[], torch.Tensor], optimizer: Any, monitor: hookstat
     begin = time.process_time()
     for _ in range(count):
         optimizer.zero_grad()
-        loss_of().backward()
+        loss = loss_of()
+        loss.backward()
         optimizer.step()
         if monitor is not None:
-            monitor.step()
+            monitor.step(loss=loss)
     return (time.process_time() - begin) / count
 
 
@@ -196,17 +216,17 @@ def choice(monitor: hookstats.Monitor | None) -> str:
     return f"every={overhead.every:g}, rows={overhead.rows:g}"
 
 
-def in_turns(name: str, seconds: float = 120.0) -> tuple[list[list[float]], list[str]]:
+def in_turns(name: str, ways: Ways, seconds: float = 120.0) -> tuple[list[list[float]], list[str]]:
     """Return the times of each way, at least three, and what each has chosen."""
     torch.manual_seed(0)
     model, loss_of = _MODELS[name]()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    times: list[list[float]] = [[] for _ in _WAYS]
-    chosen = [""] * len(_WAYS)
+    times: list[list[float]] = [[] for _ in ways]
+    chosen = [""] * len(ways)
     timed(loss_of, optimizer, None, 5)
     end = time.monotonic() + seconds
     while len(times[0]) < 3 or (len(times[0]) < 12 and time.monotonic() < end):
-        for i, (way, given) in enumerate(_WAYS.items()):
+        for i, (way, given) in enumerate(ways.items()):
             monitor = None if given is None else hookstats.attach(model, **given)
             timed(loss_of, optimizer, monitor, 40 if way.startswith("budget") else 5)
             times[i].append(timed(loss_of, optimizer, monitor, 10))
@@ -216,10 +236,10 @@ def in_turns(name: str, seconds: float = 120.0) -> tuple[list[list[float]], list
     return times, chosen
 
 
-def in_processes(name: str, rounds: int = 8) -> tuple[list[list[float]], list[str]]:
+def in_processes(name: str, ways: Ways, rounds: int = 8) -> tuple[list[list[float]], list[str]]:
     """Return the same of compiled models, a process for each way."""
     pipe = subprocess.PIPE
-    commands = [[sys.executable, "-m", "benchmarks.sampled", "work", name, way] for way in _WAYS]
+    commands = [[sys.executable, "-m", "benchmarks.sampled", "work", name, way] for way in ways]
     workers = [subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe) for command in commands]
     chosen = [worker.stdout.readline().strip() for worker in workers]  # type: ignore[union-attr]
     times: list[list[float]] = [[] for _ in workers]
@@ -232,15 +252,20 @@ def in_processes(name: str, rounds: int = 8) -> tuple[list[list[float]], list[st
     return times, chosen
 
 
-def cost(measured: Callable[[str], tuple[list[list[float]], list[str]]]) -> None:
-    print("| |", " | ".join(_WAYS), "|\n|---" + "|---" * len(_WAYS) + "|")
-    for name in _MODELS:
-        times, chosen = measured(name)
+def cost(
+    measured: Callable[[str, Ways], tuple[list[list[float]], list[str]]],
+    ways: Ways = _WAYS,
+    models: Iterable[str] = tuple(_MODELS),
+) -> None:
+    print("| |", " | ".join(ways), "|\n|---" + "|---" * len(ways) + "|")
+    for name in models:
+        times, chosen = measured(name, ways)
         cells = [f"{1e3 * statistics.median(times[0]):.1f} ms"]
         for own, what in zip(times[1:], chosen[1:], strict=True):
             added = sorted(100 * (one / bare - 1) for one, bare in zip(own, times[0], strict=True))
             spread = f"{added[len(added) // 4]:.1f} to {added[-1 - len(added) // 4]:.1f}"
-            cells.append(f"+{statistics.median(added):.1f} % ({spread}){f'; {what}' if what == chosen[-1] else ''}")
+            note = f"; {what}" if "budget=0.01" in ways and what == chosen[-1] else ""
+            cells.append(f"+{statistics.median(added):.1f} % ({spread}){note}")
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
@@ -249,7 +274,9 @@ def main() -> None:
     if sys.argv[1:2] == ["work"]:
         return work(*sys.argv[2:4])
     for name in sys.argv[1:] or ["errors", "bytes"]:
-        if name in ("cost", "compiled"):
+        if name == "laws":
+            cost(in_turns, _OF_LAWS, ["GPT, 512 tokens"])
+        elif name in ("cost", "compiled"):
             cost(in_processes if name == "compiled" else in_turns)
         else:
             {"errors": errors, "bytes": bytes_read}[name]()
