@@ -92,8 +92,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init<>())
       .def(
           "add",
-          [](Now& now, std::shared_ptr<Enabled> enabled, bool always) {
-            now.add(enabled, always);
+          [](Now& now, std::shared_ptr<Enabled> enabled) {
+            now.add(enabled);
             return Part{now, std::move(enabled)};
           },
           py::keep_alive<0, 1>())

@@ -112,12 +112,10 @@ struct __attribute__((visibility("hidden"))) Enabled {
 // ran. Entered under the GIL alone.
 class __attribute__((visibility("hidden"))) Now {
  public:
-  // always: as if it were always open.
-  void add(const std::shared_ptr<const Enabled>& monitor, bool always) { monitors_.push_back({monitor, always}); }
+  void add(const std::shared_ptr<const Enabled>& monitor) { monitors_.push_back(monitor); }
 
   void remove(const std::shared_ptr<const Enabled>& monitor) {
-    const auto gone = std::remove_if(monitors_.begin(), monitors_.end(),
-                                     [&](const Monitor& each) { return each.enabled == monitor; });
+    const auto gone = std::remove(monitors_.begin(), monitors_.end(), monitor);
     monitors_.erase(gone, monitors_.end());
     if (monitors_.empty()) answers_.clear();
   }
@@ -162,10 +160,6 @@ class __attribute__((visibility("hidden"))) Now {
   size_t monitors() const { return monitors_.size(); }
 
  private:
-  struct Monitor {
-    std::shared_ptr<const Enabled> enabled;
-    bool always;
-  };
   struct AllRows {  // never changed, as answers hold it
     py::dict by_monitor;
     std::map<std::string, std::vector<Counting>> made;
@@ -198,10 +192,10 @@ class __attribute__((visibility("hidden"))) Now {
       if (given != answers_.rend()) return *given;
     }
     Answer now{at::RecordFunction::currentThreadId(), at::sequence_number::peek(), false, {}, none_};
-    for (const Monitor& each : monitors_) {
-      if (!each.always && !*each.enabled->is_open) continue;
-      if (each.enabled->leaves_out()) {
-        now.left_out.push_back(each.enabled.get());
+    for (const auto& each : monitors_) {
+      if (!*each->is_open) continue;
+      if (each->leaves_out()) {
+        now.left_out.push_back(each.get());
       } else {
         now.measured = true;
       }
@@ -220,7 +214,7 @@ class __attribute__((visibility("hidden"))) Now {
     return now;
   }
 
-  std::vector<Monitor> monitors_;
+  std::vector<std::shared_ptr<const Enabled>> monitors_;
   std::map<unsigned long, Kept> rows_;  // by thread
   std::deque<Answer> answers_;          // the oldest first
   Kept none_ = std::make_shared<AllRows>();

@@ -142,7 +142,7 @@ lay_slots = _C.lay_slots
 set_part = _C.set_part  # set_part(hook, path, part): what graphs meet at a path of a hook's container is another hook's
 Enabled = _C.Enabled
 # What compiled graphs look at before they run: now.measured, whether any monitor measures; now.rows, which rows count,
-# by Flags.monitor. now.add(enabled, always) is a monitor's part: part.left_out, whether that is evaluation for it.
+# by Flags.monitor. now.add(enabled) is a monitor's part: part.left_out, whether that is evaluation for it.
 # In a recomputation all is as it was in the forward. always: as if the monitor measured all the time.
 Now = _C.Now
 Part = _C.Part

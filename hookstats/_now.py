@@ -214,17 +214,17 @@ class Now:
     """
 
     def __init__(self) -> None:
-        self._monitors: list[tuple[Enabled, bool]] = []
+        self._monitors: list[Enabled] = []
         self._rows: dict[int, _AllRows] = {}  # by thread
         self._none = _AllRows({}, {})
         self._answers: deque[_Answer] = deque(maxlen=32)
 
-    def add(self, enabled: Enabled, always: bool) -> Part:
-        self._monitors.append((enabled, always))
+    def add(self, enabled: Enabled) -> Part:
+        self._monitors.append(enabled)
         return Part(self, enabled)
 
     def remove(self, enabled: Enabled) -> None:
-        self._monitors = [each for each in self._monitors if each[0] is not enabled]
+        self._monitors = [each for each in self._monitors if each is not enabled]
         if not self._monitors:
             self._answers.clear()
 
@@ -261,7 +261,7 @@ class Now:
             given = [each for each in reversed(self._answers) if each.node <= node._sequence_nr() + 1]
             for each in [*(each for each in given if each.thread == thread), *given]:
                 return each
-        counting = [each for each, always in self._monitors if always or each.is_open.value]
+        counting = [each for each in self._monitors if each.is_open.value]
         left_out = tuple(each for each in counting if each.leaves_out)
         measured = len(left_out) < len(counting)
         rows = self._rows.get(thread, self._none) if measured else self._none

@@ -112,8 +112,8 @@ def attach(
             judges them.
         process_group: the torch.distributed.ProcessGroup or DeviceMesh whose ranks measure together, or `Ranks`, which
             also says how tensors lie on them. None: nothing is communicated.
-        options: `Options`: ``strict``, ``memory_budget``, ``training_only``, ``compiled_programs``,
-            ``attention_rows``, ``laws``, ``identities``.
+        options: `Options`: ``strict``, ``memory_budget``, ``training_only``, ``attention_rows``,
+            ``laws``, ``identities``.
 
     Raises:
         TypeError, ValueError: for arguments that are not as above: an unknown tensor kind, a glob that matches nothing,
@@ -139,7 +139,7 @@ def attach(
     for device in store.blocks:
         if device.type == "cuda":
             _native.load_kernels(device, _dtypes_of(model), histogram)
-    binder = SiteBinder(store, TrainingOnly(model, options.training_only, store.flags, options.compiled_programs))
+    binder = SiteBinder(store, TrainingOnly(model, options.training_only, store.flags))
     handles: list[Any] = []
     joined = monitor = None
     begun = 0

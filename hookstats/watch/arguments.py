@@ -144,9 +144,6 @@ class Options:
             that long it takes as much again; on a CPU, for as long as the Snapshot is kept.
         training_only: whether only forwards in training mode are measured, so that evaluation between steps is not.
             None: as soon as the model was in training mode, at attach or when a step ended.
-        compiled_programs: how many programs torch.compile makes for training. 2: one that measures, and the bare one,
-            compiled when the first step comes that is not measured. 1, where compiling takes too long: the one that
-            measures runs in all steps, those of the other monitors, too, and costs something between measured steps.
         laws: ``{name: False}``, laws that are broken by design, of `Monitor.laws`: recordings leave
             their rules out. "bias", "cross_entropy", "optimizer", "step", "replica", "reduction", "identity",
             "adjoint".
@@ -162,7 +159,6 @@ class Options:
     strict: bool = False
     memory_budget: int = 256 << 20
     training_only: bool | None = None
-    compiled_programs: int = 2
     attention_rows: int | None = 64
     laws: Mapping[str, bool] = field(default_factory=dict, hash=False)
     identities: Any = None
@@ -174,8 +170,6 @@ class Options:
             raise ValueError(f"Options.memory_budget: expected a number of bytes, got {self.memory_budget!r}")
         if self.training_only is not None and not isinstance(self.training_only, bool):
             raise TypeError(f"Options.training_only: expected True, False or None, got {self.training_only!r}")
-        if isinstance(self.compiled_programs, bool) or self.compiled_programs not in (1, 2):
-            raise ValueError(f"Options.compiled_programs: expected 1 or 2, got {self.compiled_programs!r}")
         if self.attention_rows is not None and (not _is_int(self.attention_rows) or self.attention_rows < 1):
             raise ValueError(f"Options.attention_rows: expected an int from 1, or None, got {self.attention_rows!r}")
         if not isinstance(self.laws, Mapping) or not all(isinstance(each, bool) for each in self.laws.values()):

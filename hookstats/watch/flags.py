@@ -79,16 +79,13 @@ class TrainingOnly:
     wrapper's flag as it was); a frozen submodule in eval mode is measured.
     """
 
-    def __init__(self, model: nn.Module, wanted: bool | None, flags: Flags, compiled_programs: int) -> None:
-        """wanted: None, as soon as the model has been seen in training mode, at attach or when a step begins.
-
-        compiled_programs: as in attach.
-        """
+    def __init__(self, model: nn.Module, wanted: bool | None, flags: Flags) -> None:
+        """wanted: None, as soon as the model has been seen in training mode, at attach or when a step begins."""
         root = unwrap(model)
         self._root = weakref.ref(root)
         self._wanted = wanted
         self._enabled = flags.enabled
-        part = _native.now.add(self._enabled, compiled_programs == 1)
+        part = _native.now.add(self._enabled)
         setattr(MONITORS, flags.monitor, part)
         self._at_its_end = weakref.finalize(root, _forget, part, self._enabled, flags.monitor)
         self.begin_step()

@@ -210,32 +210,6 @@ def test_after_a_measured_step_and_one_that_is_not_nothing_compiles_any_more() -
                 train(run)
 
 
-def test_one_program_serves_all_steps_where_that_is_asked_for() -> None:
-    counter = CompileCounterWithBackend("eager")
-    model = Residual()
-    mon = hookstats.attach(model, every=2, options=hookstats.Options(compiled_programs=1), tensors=OF_OUTPUTS)
-    other = hookstats.attach(model, every=2, tensors=OF_OUTPUTS)
-    run = torch.compile(model, backend=counter, fullgraph=True)
-    measured = []
-    for _ in range(4):
-        run(batch()).sum().backward()
-        with mon.paused():
-            run(batch()).sum().backward()
-        measured.append(calls(mon)["output"] if mon._measured else None)
-        mon.step()
-        other.step()
-    assert measured == [{1}, None, {1}, None]
-    assert counter.frame_count == 1
-    mon.detach()
-    counter.clear()
-    for _ in range(4):
-        train(run, other)
-    assert counter.frame_count == 2  # the other one has two again
-    for wrong in (0, 3, True, "2"):
-        with pytest.raises(ValueError, match="compiled_programs: expected 1 or 2, got"):
-            hookstats.Options(compiled_programs=wrong)  # type: ignore[arg-type]
-
-
 class Learned(nn.Module):
     """Widths that no type tells, and a container."""
 
@@ -466,7 +440,7 @@ def test_the_gradients_of_a_recomputation_are_counted_once_and_with_the_rows_of_
 def test_what_was_answered_long_ago_is_forgotten_with_its_rows() -> None:
     now = _native.Now()
     assert not now.measured
-    part = now.add(_native.Enabled(torch.ones(1, dtype=torch.int32)), False)
+    part = now.add(_native.Enabled(torch.ones(1, dtype=torch.int32)))
     assert now.measured
     rows = (torch.zeros(3, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
     before = sys.getrefcount(rows[0])

@@ -199,7 +199,6 @@ def test_the_options_are_logged_and_kept_with_the_run(tmp_path: Path, caplog: py
         "strict": False,
         "memory_budget": 256 << 20,
         "training_only": True,
-        "compiled_programs": 2,
         "attention_rows": None,
         "laws": {},
         "identities": None,
