@@ -55,6 +55,26 @@ def test_a_slot_stands_for_a_hook_and_rows_and_paths_for_what_of_a_tensor_counts
     assert taken["0", "grad_output"].total.abs_max == pytest.approx(2 * x.abs().max().item())
 
 
+class Double(nn.Module):
+    """An output whose channels no type tells: what ran before does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+def test_where_gradients_alone_are_watched_their_channels_are_found_in_the_forward() -> None:
+    found = []
+    for prepare in (lambda model: model, lambda model: torch.compile(model, backend="aot_eager", fullgraph=True)):
+        model = nn.Sequential(nn.Conv1d(3, 8, 1), Double())
+        monitor = hookstats.attach(model, tensors="grad_output", every=1)
+        prepare(model)(torch.randn(4, 3, 5)).square().mean().backward()
+        taken = monitor.snapshot()
+        found.append(
+            {site: (taken[site].channel_dim, taken[site].channels.mean.size) for site in monitor.sites if site.name}
+        )
+    assert found == [{("0", "grad_output"): (1, 8), ("1", "grad_output"): (1, 8)}] * 2
+
+
 def test_the_operators_keep_what_torch_asks_of_operators() -> None:
     _, hook, _ = watched()
     x = torch.randn(4, 3, requires_grad=True)
