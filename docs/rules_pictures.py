@@ -55,6 +55,8 @@ SHOWN = {
     "wrong-backward": "a_norm_without_its_projection",
     "cross-entropy-gradient": "microbatches_that_are_added_up",
     "bias-gradient": "gradients_of_one_layer_times_eight.mlp",
+    "dropped-gradients": "microbatches_each_of_which_is_zeroed.mlp",
+    "lost-moments": "an_optimizer_that_is_made_in_each_step.gpt",
     "unchanged-parameters": "a_layer_that_no_optimizer_has.gpt",
     "lost-updates": "bfloat16_weights_whose_updates_are_lost.gpt",
     "shrinking-weights": "weight_decay_that_is_too_strong_in_adamw.gpt",

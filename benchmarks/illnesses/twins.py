@@ -302,4 +302,59 @@ def a_tanh_before_targets_of_minus_one_and_one(setup: Setup) -> None:
     _squared(setup, lambda y: 2 * (y > 4).float() - 1, nn.Tanh())
 
 
+# The optimizer
+
+
+@ill("dropped-gradients", on=("mlp", "gpt"))
+def microbatches_each_of_which_is_zeroed(setup: Setup) -> None:
+    """Eight, of which the optimizer takes the last one."""
+    setup.steps = 40
+    setup.make_optimizer = sgd(0.03)
+
+    def step(number: int) -> torch.Tensor:
+        total = torch.zeros(())
+        for _ in range(8):
+            setup.optimizer.zero_grad()
+            x, y = setup.data(number)
+            loss = setup.loss(setup.model(x), y) / 8
+            loss.backward()
+            total += loss.detach()
+        setup.optimizer.step()
+        return total
+
+    setup.own_step = step
+
+
+@healthy("tanh")
+def a_derivative_in_the_loss(setup: Setup) -> None:
+    """The gradient by the input is asked for first, and never meant for the parameters."""
+
+    def step(number: int) -> torch.Tensor:
+        setup.optimizer.zero_grad()
+        x, y = setup.data(number)
+        x.requires_grad_()
+        out = setup.model(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        loss = cross_entropy(out, y) + 0.01 * slope.square().mean()
+        loss.backward()
+        setup.optimizer.step()
+        return loss.detach()
+
+    setup.own_step = step
+
+
+@ill("lost-moments", on=("mlp", "gpt"))
+def an_optimizer_that_is_made_in_each_step(setup: Setup) -> None:
+    setup.make_optimizer = lambda model: torch.optim.Adam(model.parameters(), 1e-3)
+    setup.before = [lambda step: setattr(setup, "optimizer", setup.make_optimizer(setup.model))]
+
+
+@healthy("mlp")
+def one_batch_by_adam(setup: Setup) -> None:
+    """All of the data in each step, so the gradient hardly changes."""
+    setup.make_optimizer = lambda model: torch.optim.Adam(model.parameters(), 1e-4)
+    whole = setup.data(0)
+    setup.damage = lambda step, x, y: whole
+
+
 TWINS = frozenset(HEALTHY) - _BEFORE

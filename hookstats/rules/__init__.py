@@ -54,6 +54,7 @@ from hookstats.rules.judging import rule_from_json as rule_from_json
 from hookstats.rules.judging import rule_to_json as rule_to_json
 from hookstats.rules.judging import rules_of_laws as rules_of_laws
 from hookstats.rules.laws import bias_gradient as bias_gradient
+from hookstats.rules.laws import dropped_gradients as dropped_gradients
 from hookstats.rules.laws import reduced_gradient as reduced_gradient
 from hookstats.rules.laws import replica_drift as replica_drift
 from hookstats.rules.learning import lost_updates as lost_updates
@@ -62,6 +63,7 @@ from hookstats.rules.learning import unchanged_parameters as unchanged_parameter
 from hookstats.rules.memory import Memory as Memory
 from hookstats.rules.moments import second_moment as second_moment
 from hookstats.rules.nonfinite import nonfinite as nonfinite
+from hookstats.rules.optimizer_law import lost_moments as lost_moments
 from hookstats.rules.optimizer_law import optimizer_formula as optimizer_formula
 from hookstats.rules.outliers import massive_activations as massive_activations
 from hookstats.rules.outliers import outlier_channels as outlier_channels

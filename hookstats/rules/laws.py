@@ -12,7 +12,7 @@ from hookstats.rules.engine import Ill, rule
 from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import times
 from hookstats.rules.memory import Memory
-from hookstats.rules.ratios import Broken, Sides, judge_ratios, residuals
+from hookstats.rules.ratios import TELLS, Broken, Sides, are_added, judge_ratios, residuals
 from hookstats.rules.step import Mask, Step
 
 _EQUAL = 0.01
@@ -78,6 +78,46 @@ def bias_gradient(step: Step, memory: Memory, factor: float = 1.5, consecutive_s
         if sides is not None:
             found += judge_ratios(step, memory, kind, sides, calls, factor, consecutive_steps, 1 / step.ranks, say)
     return found
+
+
+@rule(of="grad_output", per_site=False, depth=4, sums=True, law="bias")
+def dropped_gradients(step: Step, memory: Memory, consecutive_steps: int = 20) -> Ill | None:
+    """Gradients of some backward passes never reach the optimizer: a note.
+
+    Where a model is called several times in a step (microbatches), the gradient of each bias is the sum of the
+    gradients of all its outputs, by the law of ``bias-gradient``. In all layers it is neither that sum nor any multiple
+    of it, by 8 times what rounding leaves, in ``consecutive_steps`` = 20 measured steps in a row.
+
+    What else looks like it: by design, a method that makes two passes and drops the gradients of one (SAM, adversarial
+    training, a discriminator through which a generator is trained); ``Options(laws={"bias": False})`` declares it. What
+    to do: call ``zero_grad()`` once in a step, before the first microbatch.
+
+    False-positive guards: all layers that tell must have as many gradients as outputs, more than one, and the same
+    number; that excludes derivatives by ``torch.autograd.grad``. Gradients that nobody zeroes are not judged.
+    """
+    sides, calls = sides_of_biases(step, "param_grad")
+    if sides is None or calls.min() < 2:
+        return None
+    factors, tells = sides.factors()
+    told = np.flatnonzero(tells > TELLS)
+    off = np.maximum.reduceat(sides.residual(factors), sides.begin)[told]
+    outputs = step.partner("param_grad", "output", "bias", "")[sides.layers[told]]
+    count, forwards = int(calls.max()), step.calls[outputs[outputs >= 0]]
+    is_same = len(forwards) == len(told) > 1 and bool((forwards == count).all() and (calls[told] == count).all())
+    breaks, keeps = is_same and bool((off > TELLS).all()), bool((off <= 1).any())
+    is_added = are_added(step, memory, "dropped", sides, np.ones(len(sides.layers), bool))[told].any()
+    if is_added or not (breaks or keeps):
+        return None
+
+    def say(site: None, since: int) -> str:
+        return (
+            f"gradients of parameters are not the sum over the {count} forwards of a step, in any layer, in each "
+            f"measured step since step {since}: those of some backward passes were zeroed, or replaced, before the "
+            "optimizer stepped. Call zero_grad() once in a step, before the first microbatch. Two passes by design "
+            '(SAM, adversarial training, a discriminator) are declared by Options(laws={"bias": False}).'
+        )
+
+    return Ill(breaks, say, count, 1, "note", steps=consecutive_steps)
 
 
 _REDUCED_OR_LOCAL = ("param_grad", "param_grad_local")

@@ -1,4 +1,4 @@
-"""A law: what a step does to an element is what the optimizer's formula makes of its gradient."""
+"""A step's changes of elements: a law by the optimizer's formula, and a sign that its state was lost."""
 
 from __future__ import annotations
 
@@ -83,3 +83,32 @@ def _judge_resumed(step: Step, memory: Memory, factor: float) -> list[Ill]:
         )
 
     return [Ill(True, say, ratio, factor, key="resumed")]
+
+
+@rule(of="update_sample", per_site=False, depth=2)
+def lost_moments(step: Step, memory: Memory, equal: float = 0.98, consecutive_steps: int = 50) -> Ill:
+    """Each step moves all values by one amount, as only Adam's first step does: the optimizer's state is lost (a note).
+
+    The first step of Adam (arXiv 1412.6980) is the learning rate times the sign of the gradient; later ones depend on
+    the moments, and differ from value to value. Judged are parameters of which 16 sampled values moved: in two thirds
+    of them the mean |update| is at least ``equal`` = 0.98 of the largest, in ``consecutive_steps`` = 50 measured steps
+    in a row.
+
+    What else looks like it: by design, optimizers that step by the sign (signSGD, Lion), and Adam where the gradient
+    hardly changes. What to do: make the optimizer once, before the loop, and load its state when a run is resumed.
+
+    False-positive guards: values that did not move are left out; weight decay and a small ``eps`` change an update by
+    less than 2 %.
+    """
+    totals, moved = step.totals, step.totals.count - step.totals.zeros
+    judged = step.is_kind("update_sample") & (step.calls > 0) & (moved >= 16)
+    size = np.divide(totals.l1_norm, moved * totals.abs_max, out=np.zeros(len(moved)), where=judged)
+    alike, many = judged & (size >= equal), int(np.count_nonzero(judged))
+    say = (
+        "all values of {names} move by one amount in each measured step since step {since}: an update is the learning "
+        "rate times the sign of the gradient, as in the first step of Adam. An optimizer that is made anew in each "
+        "step, or whose state is lost, does that: make it once, before the loop. Right for Lion and signSGD."
+    )
+    sites = np.flatnonzero(alike).tolist()
+    ill = many > 0 and 3 * len(sites) >= 2 * many
+    return Ill(ill, say, len(sites), many, "note", steps=consecutive_steps, site=sites[0] if ill else None, sites=sites)

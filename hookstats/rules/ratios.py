@@ -22,7 +22,7 @@ _ROUNDING, _DEVIATIONS = 2.0**-8, 4.0
 _LOW_BITS = 0x1FFF  # of a float32, that are 0 in what was rounded to bfloat16, or to float16
 # The last of them stay 0 where a few such numbers were added up in float32: of threads, of microbatches under autocast.
 _LAST_BITS, _MOST_CHANNELS, _ENOUGH = 0xF, 0.9, 8
-_TELLS = 8.0  # times what rounding leaves: sums of this size have not cancelled
+TELLS = 8.0  # times what rounding leaves: sums of this size have not cancelled
 _LEAST, _LEAST_OF_RIGHT = 0.02, 1e-5  # of an L1 norm: the same of totals over all channels
 _EQUAL, _CONSTANT, _EXACT = 0.01, 0.005, 1e-4  # ratios: that agree; from step to step; where layers agree to less
 _LITTLE = 0.1  # of what rounding allows
@@ -155,7 +155,7 @@ def residuals(sides: Sides, of_ranks: float) -> tuple[float, Counts, Array]:
     ranks; NaN: they have none. ``[channels]``: in parts of what rounding allows.
     """
     factors, tells = sides.factors()
-    told = np.flatnonzero((tells > _TELLS) & np.isfinite(factors))
+    told = np.flatnonzero((tells > TELLS) & np.isfinite(factors))
     off = sides.residual(np.ones(len(factors)))
     has_one = not len(told) or bool((np.maximum.reduceat(off, sides.begin)[told] <= 1).any())
     common = middle(factors[told]) if len(told) else 0.0
@@ -215,7 +215,7 @@ def judge_ratios(
     is_alike = np.maximum.reduceat(np.where(deviates, sides.residual(fitted, abs(common)), 0.0), sides.begin) <= 1
     counts = np.add.reduceat(deviates.astype(np.int64), sides.begin)
     is_all = np.maximum.reduceat(sides.residual(fitted, abs(common)), sides.begin) <= 1
-    is_alike &= (tells > _TELLS) & (is_all | (counts > 1)) & ~_are_clipped(sides, deviates)
+    is_alike &= (tells > TELLS) & (is_all | (counts > 1)) & ~_are_clipped(sides, deviates)
     relative = fitted / common
     is_far = ~((relative < factor) & (relative > 1 / factor))
     exactly = _tolerance(memory, f"{key} off", sides, keeps, common)
@@ -224,7 +224,7 @@ def judge_ratios(
     # Without a factor it must be more than what rounding may do to this layer once in a while, and to others now.
     is_sudden = (counts > 1) & (usual[sides.layers] < _LITTLE) & (2 * np.count_nonzero(keeps[told]) >= len(told))
     breaks = ~keeps & np.where(is_alike, is_far | (is_all & (counts > 1)), is_sudden)
-    breaks &= ~_are_added(step, memory, key, sides, ~keeps & ~is_alike)
+    breaks &= ~are_added(step, memory, key, sides, ~keeps & ~is_alike)
     relative = np.where(is_alike, relative, np.nan)
 
     now, value = np.zeros(n, bool), np.full(n, np.nan)
@@ -267,7 +267,7 @@ def _are_clipped(sides: Sides, deviates: Mask) -> Mask:
     return (least >= (1 - 1e-3) * largest) & (np.add.reduceat(deviates.astype(np.int64), sides.begin) > 1)
 
 
-def _are_added(step: Step, memory: Memory, key: str, sides: Sides, chosen: Mask) -> Mask:
+def are_added(step: Step, memory: Memory, key: str, sides: Sides, chosen: Mask) -> Mask:
     """Find the layers ``[layers]`` whose left side is that of the step before and the right one: nobody zeroes it.
 
     Where steps between were not measured, it is larger than the right side, in the direction of what it was. Rules of

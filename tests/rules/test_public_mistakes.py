@@ -74,6 +74,8 @@ NAMED = [
     ("pixels_that_are_divided_by_255_twice", "mlp", "unscaled-input", "note", "scaled twice, or not at all"),
     ("a_momentum_above_1", "resnet", "runaway-statistics", "warning", "no variance is below 0"),
     ("activations_that_a_norm_hides", "resnet", "runaway-statistics", "warning", "1.norm1.running_mean runs away"),
+    ("microbatches_each_of_which_is_zeroed", "mlp", "dropped-gradients", "note", "over the 8 forwards of a step"),
+    ("an_optimizer_that_is_made_in_each_step", "gpt", "lost-moments", "note", "made anew in each step"),
 ]  # fmt: skip
 
 
@@ -119,6 +121,8 @@ TWINS = {
     ],
     "vanishing-gradients": ["an_actor_and_a_critic.mlp"],
     "missing-gradients": ["a_branch_whose_gate_opens_slowly.mlp"],
+    "dropped-gradients": ["microbatches.gpt", "a_derivative_in_the_loss.tanh"],
+    "lost-moments": ["one_batch_by_adam.mlp"],
 }  # fmt: skip
 
 
