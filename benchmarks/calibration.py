@@ -122,7 +122,7 @@ class Work:
                 self.model(batch)
 
     def calibrated(self) -> dict[str, torch.Tensor]:
-        found = hookstats.calibrate(self.model, self.batches, progress=False)
+        found = hookstats.calibrate(self.model, self.batches)
         return {name: torch.from_numpy(stats.abs_max) for name, stats in found.items()}
 
     def observed(self, make: Callable[[nn.Linear], Observer]) -> dict[str, torch.Tensor]:

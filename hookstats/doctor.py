@@ -22,7 +22,7 @@ EXTRAS = {
     "terminal": ("rich", "the screen of watch; without, it prints lines"),
     "report": ("matplotlib", "hookstats.report.plot; the page needs record alone"),
     "pandas": ("pandas", "Snapshot.to_pandas"),
-    "calibration": ("safetensors", "Calibration.save and load; with tqdm, the progress bar of calibrate"),
+    "calibration": ("safetensors", "Calibration.save and load"),
     "lightning": ("lightning", "hookstats.integrations.lightning.HookStats"),
     "transformers": ("transformers", "hookstats.integrations.transformers.HookStats"),
     "tensorboard": ("tensorboard", "hookstats.sinks.TensorBoard"),

@@ -37,7 +37,6 @@ def calibrate(
     modules: Modules = None,
     *,
     forward: Callable[[nn.Module, Any], Any] = call,
-    progress: bool = True,
 ) -> Calibration:
     """Gathers what the layers of a model are given, for quantisation and pruning after training.
 
@@ -49,20 +48,18 @@ def calibrate(
 
     Args:
         model: any module, on any device; a compiled one runs as it was before it was compiled.
-        batches: any iterable, such as a DataLoader or a generator.
+        batches: any iterable, such as a DataLoader or a generator, or ``tqdm(loader)`` for a progress bar.
         modules: globs over module names, or a callable ``(name, module) -> bool``. None: all. Of these, ``nn.Linear``
             and ``nn.Conv1d``, ``2d`` and ``3d`` are measured, and modules that hold the weights of several experts in
             parameters ``[experts, ., .]``, each expert by itself, as far as products show which rows are whose.
         forward: how the model is called with a batch. By default a mapping is given by name, a tuple or list as
             positional arguments, and anything else as the only argument.
-        progress: whether to show a progress bar.
 
     Returns a `hookstats.results.Calibration`, with an entry for each layer, also for those that were never called.
 
     Raises:
         TypeError: for what is no model, no iterable, or no function.
         ValueError: without any batch; where nothing of what was chosen can be measured, or a glob matches nothing.
-        ImportError: with a progress bar and without tqdm (``pip install 'hookstats[calibration]'``).
         RuntimeError: for inputs that cannot be measured, such as complex ones; and what the model or the batches raise.
     """
     if not isinstance(model, nn.Module):
@@ -80,10 +77,9 @@ def calibrate(
             f"found none among {len(chosen)} modules"
         )
     parameters = [each for of_module in experts.values() for each in of_module]
-    shown = _show_progress(batches) if progress else batches
     with _evaluating(model), _attach_monitor(model, layers) as monitor:
         count = 0
-        for batch in shown:
+        for batch in batches:
             with torch.no_grad(), ShownRows(monitor, parameters) if experts else contextlib.nullcontext():
                 forward(model, batch)
             count += 1
@@ -123,17 +119,6 @@ def _attach_monitor(model: nn.Module, layers: Mapping[str, nn.Module]) -> Monito
         every=1,
         options=Options(strict=True, memory_budget=sys.maxsize, training_only=False),
     )
-
-
-def _show_progress(batches: Iterable[Any]) -> Iterable[Any]:
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        raise ImportError(
-            "calibrate: a progress bar needs tqdm: pip install 'hookstats[calibration]', or progress=False"
-        ) from None
-    bar: Iterable[Any] = tqdm(batches, desc="calibrate", unit="batch")
-    return bar
 
 
 def _collect_layer(snapshot: Snapshot, name: str, module: nn.Module) -> InputStats:

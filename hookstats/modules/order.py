@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 _log = logging.getLogger("hookstats")
 
 # What a forward hook of one stage changes is what those of the later stages see.
-BEFORE_STATISTICS, STATISTICS, AFTER_STATISTICS, LEAVING = range(4)
+BEFORE_STATISTICS, STATISTICS, AFTER_STATISTICS = range(3)
 
 
 class ModuleHook:

@@ -33,9 +33,8 @@ class Capture(NamedTuple):
     """A captured call of a module. Tensors on the CPU: the first items and channels of the model's, in their dtype."""
 
     call: int  # which call of the module, from 0; recomputations are none
-    output: torch.Tensor  # before edits
+    output: torch.Tensor  # before edits, but for those made with after=True
     gradient: torch.Tensor | None  # of that output; None: none has come
-    edited: torch.Tensor | None  # what left the module, after edits; None unless it was asked for
 
 
 def capture(
@@ -47,7 +46,6 @@ def capture(
     items: int = 1,
     channels: int = 16,
     keep: int = 4,
-    edited: bool = False,
 ) -> Captured:
     """Keeps outputs of modules and the gradients of those outputs.
 
@@ -60,7 +58,6 @@ def capture(
         items: the number of items of a batch (the first dimension) that are kept.
         channels: the number of channels that are kept, along the dimension that `attach` finds for them.
         keep: the number of captures of each module; a new one replaces the oldest.
-        edited: whether to keep the output after the edits of `hookstats.edit`, too.
 
     Raises:
         TypeError, ValueError: for arguments that are not as above; for a glob that matches nothing, or only modules
@@ -76,8 +73,6 @@ def capture(
         for name, module in modules_at(model, modules, exclude).items():
             ring = rings[name] = _Ring(name, every, keep, items, channels, natural_channels(module).dim)
             handles.append(order.register(module, _OutputHook(ring)))
-            if edited:
-                handles.append(order.register(module, _LeavingHook(ring)))
     except Exception:
         captured.remove()
         raise
@@ -117,7 +112,7 @@ class Captured(Mapping[str, list[Capture]]):
         return f"Captured({', '.join(name or '(model)' for name in self)})"
 
     def plot(self, name: str, index: int = -1, item: int = 0) -> Any:
-        """A picture of one capture: the output's channels, their gradients, and what edits made of them.
+        """A picture of one capture: the output's channels, and their gradients.
 
         Args:
             name: a module.
@@ -132,7 +127,7 @@ class Captured(Mapping[str, list[Capture]]):
             f"{name or '(model)'}, call {shot.call}",
             {
                 label: self._rings[name].item(tensor, item)
-                for label, tensor in (("output", shot.output), ("edited", shot.edited), ("gradient", shot.gradient))
+                for label, tensor in (("output", shot.output), ("gradient", shot.gradient))
                 if tensor is not None
             },
         )
@@ -185,11 +180,11 @@ class _KeptCapture:
 
     def __init__(self) -> None:
         self.call = -1
-        self.output, self.gradient, self.edited = _Buffer(), _Buffer(), _Buffer()
+        self.output, self.gradient = _Buffer(), _Buffer()
 
     def begin(self, call: int) -> None:
         self.call = call
-        self.output.full = self.gradient.full = self.edited.full = False
+        self.output.full = self.gradient.full = False
 
 
 class _Ring:
@@ -272,11 +267,6 @@ class _Ring:
         if slot is not None and slot.call == call:  # not yet taken by a later capture
             self._fill(slot.gradient, g)
 
-    def put_edited(self, x: torch.Tensor) -> None:
-        slot = None if order.is_recomputing() else self._newest()
-        if slot is not None:
-            self._fill(slot.edited, x)
-
     def _newest(self) -> _KeptCapture | None:
         """The capture of the last call, if that was kept and its gradient has not come yet."""
         last = self._calls - 1
@@ -294,8 +284,6 @@ class _Ring:
         """Keep a tensor of a graph. Nothing says there to which call a gradient belongs: it goes to the last one."""
         if what == "output":
             self.put_output(x)
-        elif what == "edited":
-            self.put_edited(x)
         else:
             slot = self._newest()
             self.put_gradient(x, slot, slot.call if slot else -1)
@@ -305,7 +293,7 @@ class _Ring:
         for slot in sorted(self._slots, key=lambda slot: slot.call):
             output = slot.output.read()
             if output is not None:
-                found.append(Capture(slot.call, output, slot.gradient.read(), slot.edited.read()))
+                found.append(Capture(slot.call, output, slot.gradient.read()))
         return found
 
 
@@ -346,23 +334,6 @@ class _OutputHook(order.ModuleHook):
         if slot is not None and has_gradient:
             call = slot.call
             x.register_hook(lambda g: ring.put_gradient(g, slot, call))
-
-
-class _LeavingHook(order.ModuleHook):
-    stage = order.LEAVING
-    description = "capture(edited=True)"
-
-    def __init__(self, ring: _Ring) -> None:
-        self.ring = ring
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        x = self.ring.first_floating(output)
-        if x is None:
-            return
-        if torch.compiler.is_compiling():
-            _capture(self.ring.share(x.detach()), self.ring.token, "edited")
-        else:
-            self.ring.put_edited(x)
 
 
 def _first_floating(output: Any) -> torch.Tensor | None:

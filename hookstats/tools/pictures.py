@@ -13,7 +13,7 @@ _COLUMNS = 8
 def feature_maps(title: str, panels: dict[str, torch.Tensor]) -> Any:
     """A panel for each tensor: a small image per channel of [channels, height, width], else one image of the whole.
 
-    Panels named "gradient" are red for positive and blue for negative values; the others share one scale.
+    Panels named "gradient" are red for positive and blue for negative values.
     Returns a ``matplotlib.figure.Figure`` that a notebook shows; raises ImportError without matplotlib.
     """
     try:
@@ -25,15 +25,14 @@ def feature_maps(title: str, panels: dict[str, torch.Tensor]) -> Any:
     figure = ShownFigure(figsize=(9, 0.5 + sum(1.1 * count + 0.3 for count in rows.values())), layout="constrained")
     figure.suptitle(title, fontsize=11)
     below = figure.subfigures(len(images), 1, squeeze=False, height_ratios=[count + 0.3 for count in rows.values()])
-    values = [tensor.float() for label, tensor in panels.items() if label != "gradient"]
-    shared = _scale(values)
     for (label, found), part in zip(images.items(), below[:, 0], strict=True):
         part.suptitle(label, fontsize=9, x=0.01, ha="left")
-        largest = max(abs(bound) for bound in _scale([panels[label].float()]))
+        low, high = _scale(panels[label].float())
+        largest = max(-low, high)
         style = (
             {"cmap": "RdBu_r", "vmin": -largest, "vmax": largest}
             if label == "gradient"
-            else {"cmap": "viridis", "vmin": shared[0], "vmax": shared[1]}
+            else {"cmap": "viridis", "vmin": low, "vmax": high}
         )
         axes = part.subplots(rows[label], min(len(found), _COLUMNS), squeeze=False)
         for place in axes.flat:
@@ -53,9 +52,9 @@ def _images(x: torch.Tensor) -> list[torch.Tensor]:
     return [x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)]
 
 
-def _scale(tensors: list[torch.Tensor]) -> tuple[float, float]:
+def _scale(x: torch.Tensor) -> tuple[float, float]:
     """The finite extremes."""
-    finite = torch.cat([x[x.isfinite()].flatten() for x in tensors])
+    finite = x[x.isfinite()]
     if not finite.numel():
         return 0.0, 1.0
     low, high = finite.min().item(), finite.max().item()

@@ -36,7 +36,7 @@ def calibrated() -> tuple[nn.Module, dict[str, list[torch.Tensor]], Calibration]
     """Return that model, the inputs of its Linears in all batches, and its calibration. Callers change none of them."""
     model = llama()
     kept = inputs_of(model, nn.Linear, sentences())
-    return model, kept, hookstats.calibrate(model, sentences(), progress=False)
+    return model, kept, hookstats.calibrate(model, sentences())
 
 
 def mixtral(implementation: str) -> nn.Module:

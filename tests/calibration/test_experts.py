@@ -18,7 +18,7 @@ EXPERTS, WIDTH, HIDDEN = 4, 8, 12
 
 
 def calibrate(model: nn.Module, batches: Any, modules: Any = None) -> Calibration:
-    return hookstats.calibrate(model, batches, modules, progress=False)
+    return hookstats.calibrate(model, batches, modules)
 
 
 class Modules(nn.Module):
@@ -159,7 +159,7 @@ def test_stacked_experts_whose_tokens_nobody_shows_are_named_as_not_covered(way:
 def test_a_convolution_that_is_called_an_expert_is_a_layer() -> None:
     model = nn.ModuleDict({"expert": nn.Conv1d(6, 4, 3)})
     x = torch.randn(2, 6, 9)
-    calibration = hookstats.calibrate(model, [x], forward=lambda model, x: model["expert"](x), progress=False)
+    calibration = hookstats.calibrate(model, [x], forward=lambda model, x: model["expert"](x))
     assert {name: stats.tokens for name, stats in calibration.items()} == {"expert": 18}
     assert calibration.not_covered == ()
 

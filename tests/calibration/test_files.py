@@ -20,7 +20,7 @@ def mixed() -> tuple[nn.Module, Calibration]:
     """With experts, some of which got few tokens; and a layer that is never called."""
     model = mixtral("eager")
     model.add_module("unused", nn.Linear(3, 2))
-    return model, hookstats.calibrate(model, sentences(1), progress=False)
+    return model, hookstats.calibrate(model, sentences(1))
 
 
 def test_what_is_saved_is_read_bit_for_bit(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_what_is_saved_is_read_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_what_was_not_covered_is_kept(tmp_path: Path) -> None:
-    calibration = hookstats.calibrate(mixtral("batched_mm"), sentences(1), progress=False)
+    calibration = hookstats.calibrate(mixtral("batched_mm"), sentences(1))
     calibration.save(tmp_path / "a.safetensors")
     again = Calibration.load(tmp_path / "a.safetensors")
     assert again.not_covered == calibration.not_covered
@@ -88,7 +88,7 @@ def test_without_its_model_a_calibration_has_no_scales_and_no_masks(tmp_path: Pa
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
-    hookstats.calibrate(nn.Sequential(nn.Linear(4, 2)), [torch.randn(3, 4)], progress=False).save(path)
+    hookstats.calibrate(nn.Sequential(nn.Linear(4, 2)), [torch.randn(3, 4)]).save(path)
     with pytest.raises(ValueError, match="expected a model with the layers of the file, got one without '0'"):
         Calibration.load(path, llama())
     with pytest.raises(ValueError, match="expected 4 input channels of '0', as in the file, got 5"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import UserDict
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ ROUNDING = 1e-6  # of float32, in which tiles of a tensor are summed
 
 
 def calibrate(model: nn.Module, batches: Any, modules: Any = None, **options: Any) -> Calibration:
-    return hookstats.calibrate(model, batches, modules, progress=False, **options)
+    return hookstats.calibrate(model, batches, modules, **options)
 
 
 def mlp() -> nn.Sequential:
@@ -352,22 +351,6 @@ def test_what_is_no_model_no_batches_or_no_function_is_refused() -> None:
             calibrate(model, nothing)
     with pytest.raises(ValueError, match="found none among 2 modules"):
         calibrate(nn.Sequential(nn.ReLU()), [batch])
-
-
-def test_a_progress_bar_counts_batches(capsys: pytest.CaptureFixture[str]) -> None:
-    hookstats.calibrate(mlp(), batches_of(5, 6))
-    assert "4/4" in capsys.readouterr().err
-    calibrate(mlp(), batches_of(5, 6))
-    assert capsys.readouterr().err == ""
-
-
-def test_without_tqdm_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
-    model = mlp()
-    with pytest.raises(ImportError, match=r"pip install 'hookstats\[calibration\]', or progress=False"):
-        hookstats.calibrate(model, batches_of(5, 6))
-    assert model.training
-    assert calibrate(model, batches_of(5, 6))["0"].tokens == 20
 
 
 def test_a_table_has_a_line_for_each_layer() -> None:

@@ -85,7 +85,7 @@ def test_layers_that_are_given_zeros_or_nothing_are_no_group() -> None:
     def forward(model: Any, batch: torch.Tensor) -> None:
         model["a"](batch), model["b"](batch)
 
-    calibration = hookstats.calibrate(model, [torch.zeros(3, 4)], forward=forward, progress=False)
+    calibration = hookstats.calibrate(model, [torch.zeros(3, 4)], forward=forward)
     assert calibration.groups == [("a",), ("b",), ("c",), ("d",)]
 
 
@@ -114,7 +114,7 @@ def test_tiny_weights_and_channels_of_zeros_have_scales_from_1e_5() -> None:
     model = nn.Sequential(nn.Linear(4, 2, bias=False))
     model[0].weight.data[:, 0] = 1e-9
     x = torch.tensor([[1.0, 0.0, 4.0, 1e-30]])
-    scales = hookstats.calibrate(model, [x], progress=False).smoothquant()["0"]
+    scales = hookstats.calibrate(model, [x]).smoothquant()["0"]
     expected = smooth_scales([model[0]], x[0].abs(), 0.5)
     torch.testing.assert_close(scales, expected.detach(), rtol=1e-6, atol=0)
     assert scales[0].item() == pytest.approx(1e-5**-0.5)
@@ -164,7 +164,7 @@ def test_masks_are_those_of_the_authors_of_wanda(sparsity: float) -> None:
 
 def test_of_a_row_whose_share_is_no_whole_number_fewer_are_pruned() -> None:
     model = nn.Sequential(nn.Linear(10, 7))
-    calibration = hookstats.calibrate(model, [torch.randn(5, 10)], progress=False)
+    calibration = hookstats.calibrate(model, [torch.randn(5, 10)])
     for sparsity, pruned in ((0.37, 3), (0.39, 3), (0.4, 4), (0.99, 9), (0.05, 0)):
         assert calibration.wanda(sparsity)["0"].sum(1).tolist() == [pruned] * 7
 
@@ -172,7 +172,7 @@ def test_of_a_row_whose_share_is_no_whole_number_fewer_are_pruned() -> None:
 def test_equal_importances_are_pruned_from_the_first_on() -> None:
     model = nn.Sequential(nn.Linear(1000, 2))
     nn.init.constant_(model[0].weight, 0.5)
-    mask = hookstats.calibrate(model, [torch.ones(3, 1000)], progress=False).wanda()["0"]
+    mask = hookstats.calibrate(model, [torch.ones(3, 1000)]).wanda()["0"]
     assert mask.tolist() == [[True] * 500 + [False] * 500] * 2
 
 
@@ -182,7 +182,7 @@ def test_scales_come_in_the_order_of_the_model() -> None:
     def forward(model: Any, batch: torch.Tensor) -> None:
         model["a"](batch), model["b"](2 * batch), model["c"](batch)
 
-    calibration = hookstats.calibrate(model, [torch.randn(3, 4)], forward=forward, progress=False)
+    calibration = hookstats.calibrate(model, [torch.randn(3, 4)], forward=forward)
     assert calibration.groups == [("a", "c"), ("b",)]
     assert list(calibration.smoothquant()) == ["a", "b", "c"]
 
@@ -192,7 +192,7 @@ def test_scales_and_masks_of_a_convolution(groups: int) -> None:
     torch.manual_seed(0)
     layer = nn.Conv2d(6, 4, 3, groups=groups)
     x = torch.randn(2, 6, 8, 8) * torch.arange(1.0, 7)[:, None, None]
-    calibration = hookstats.calibrate(nn.Sequential(layer), [x], progress=False)
+    calibration = hookstats.calibrate(nn.Sequential(layer), [x])
     weight, per_group = layer.weight.detach().double(), 6 // groups
     largest = torch.stack(
         [
@@ -215,7 +215,7 @@ def test_scales_and_masks_of_a_convolution(groups: int) -> None:
 def test_scales_of_a_layer_whose_weight_is_bf16_are_those_of_its_values() -> None:
     layer = nn.Linear(6, 3).bfloat16()
     x = torch.randn(5, 6).bfloat16()
-    calibration = hookstats.calibrate(nn.Sequential(layer), [x], progress=False)
+    calibration = hookstats.calibrate(nn.Sequential(layer), [x])
     expected = (x.double().abs().amax(0) / layer.weight.detach().double().abs().amax(0)).sqrt()
     torch.testing.assert_close(calibration.smoothquant()["0"], expected.float(), rtol=1e-6, atol=0)
     assert weight_of(layer).largest().dtype == torch.float64
@@ -223,7 +223,7 @@ def test_scales_of_a_layer_whose_weight_is_bf16_are_those_of_its_values() -> Non
 
 def test_neither_changes_the_model_and_both_read_its_weights_as_they_are_now() -> None:
     model = llama()
-    calibration = hookstats.calibrate(model, sentences(2), progress=False)
+    calibration = hookstats.calibrate(model, sentences(2))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     scales = calibration.smoothquant()
     calibration.wanda()
@@ -234,9 +234,7 @@ def test_neither_changes_the_model_and_both_read_its_weights_as_they_are_now() -
 
 def test_a_layer_without_a_token_has_neither_scales_nor_a_mask() -> None:
     model = nn.ModuleDict({name: nn.Linear(4, 2) for name in "ab"})
-    calibration = hookstats.calibrate(
-        model, [torch.randn(3, 4)], forward=lambda model, batch: model["b"](batch), progress=False
-    )
+    calibration = hookstats.calibrate(model, [torch.randn(3, 4)], forward=lambda model, batch: model["b"](batch))
     assert list(calibration.smoothquant()) == list(calibration.wanda()) == ["b"]
 
 

@@ -57,20 +57,20 @@ def test_captures_are_the_first_items_and_channels_that_plain_hooks_see(backend:
                 assert kept is not None
                 assert kept.device.type == "cpu"
                 torch.testing.assert_close(kept, plain.seen[name, tensor][shot.call][:3, :5].cpu(), **tolerance)
-            assert shot.edited is None
 
 
-def test_what_leaves_the_module_after_edits_can_be_kept_too() -> None:
+def test_edits_made_with_after_come_before_what_is_captured() -> None:
     for backend in (None, "aot_eager"):
         model = small_cnn().eval()
-        captured = hookstats.capture(model, "1", edited=True)
-        edit.mask_activations(model, "1", 0.5)
+        captured = [hookstats.capture(model, "1")]
+        bare = model[1](model[0](images()))
+        edit.mask_activations(model, "1", 0.5, after=True)
+        captured.append(hookstats.capture(model, "1"))
         forward: Any = torch.compile(model, backend=backend, fullgraph=True) if backend else model
         forward(images())
-        (shot,) = captured["1"]
-        assert shot.edited is not None
-        assert torch.equal(shot.edited, shot.output.where(shot.output.abs() > 0.5, 0))
-        assert not torch.equal(shot.edited, shot.output)
+        for each in captured:
+            assert torch.equal(each["1"][-1].output, bare.where(bare.abs() > 0.5, 0)[:1])
+            assert not torch.equal(each["1"][-1].output, bare[:1])
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -179,7 +179,7 @@ def live():  # tensors that Python knows, and the bytes that the process holds i
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 2))
-captured = hookstats.capture(model, "*", keep=3, edited=True)
+captured = hookstats.capture(model, "*", keep=3)
 mask = hookstats.edit.mask_activations(model, "0", 10)  # of all
 x = torch.randn(2, 4)
 for step in range(1, 2_001):
@@ -202,7 +202,7 @@ def test_2_000_steps_take_no_more_memory_than_the_first() -> None:
 def test_remove_leaves_the_model_as_it_was() -> None:
     model = small_cnn().eval()
     before = state_of(model)
-    with hookstats.capture(model, "*", edited=True) as captured:
+    with hookstats.capture(model, "*") as captured:
         bare = model(images())
         assert state_of(model) != before
     captured.remove()
@@ -255,25 +255,25 @@ def test_what_was_captured_is_a_mapping_of_names_to_captures() -> None:
 
 def test_a_picture_has_an_image_for_every_channel_of_every_tensor() -> None:
     model = small_cnn().eval()
-    captured = hookstats.capture(model, ["1", "7"], edited=True, channels=6, items=2)
+    captured = hookstats.capture(model, ["1", "7"], channels=6, items=2)
     edit.mask_activations(model, "1", 0.5)
     model(images()).sum().backward()
     figure = captured.plot("1", item=1)
     parts = figure.subfigs
     assert figure.get_suptitle() == "1, call 0"
-    assert [part.get_suptitle() for part in parts] == ["output", "edited", "gradient"]
+    assert [part.get_suptitle() for part in parts] == ["output", "gradient"]
     (shot,) = captured["1"]
-    for part, tensor in zip(parts, (shot.output, shot.edited, shot.gradient), strict=True):
+    for part, tensor in zip(parts, (shot.output, shot.gradient), strict=True):
         shown = [axes.images[0] for axes in part.axes if axes.images]
         assert tensor is not None
         assert len(shown) == 6
         for channel, image in enumerate(shown):
             assert (image.get_array() == tensor[1, channel].numpy()).all()
     limits = [{image.get_clim() for axes in part.axes for image in axes.images} for part in parts]
-    assert limits[0] == limits[1]  # before and after share their colours
-    ((low, high),) = limits[2]
+    assert limits[0] == {(shot.output[1].min().item(), shot.output[1].max().item())}
+    ((low, high),) = limits[1]
     assert -low == high == shot.gradient[1].abs().max()
-    assert len(captured.plot("7").subfigs) == 3
+    assert len(captured.plot("7").subfigs) == 2
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,7 +397,7 @@ def test_a_linear_regression_gives_the_gradients_of_plain_hooks_for_every_parame
 def test_captures_do_not_wait_for_the_device() -> None:
     model = small_cnn().cuda()
     x = images().cuda()
-    captured = hookstats.capture(model, "*", edited=True)
+    captured = hookstats.capture(model, "*")
     model(x).sum().backward()
     torch.cuda.set_sync_debug_mode("error")
     try:
