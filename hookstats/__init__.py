@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from hookstats.tools import edit as edit
     from hookstats.tools.capture import capture as capture
     from hookstats.tools.explain import explain as explain
-    from hookstats.tools.gradient import grad_of as grad_of
     from hookstats.tools.probe import probe as probe
     from hookstats.tools.softmax import softmax_rows as softmax_rows
     from hookstats.watch.arguments import Channels as Channels
@@ -65,7 +64,6 @@ _HOMES = {
     "hookstats.tools": ["edit"],
     "hookstats.tools.capture": ["capture"],
     "hookstats.tools.explain": ["explain"],
-    "hookstats.tools.gradient": ["grad_of"],
     "hookstats.tools.probe": ["probe"],
     "hookstats.tools.softmax": ["softmax_rows"],
     "hookstats.watch.arguments": ["Channels", "Options", "Ranks"],

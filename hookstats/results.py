@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from hookstats.tools.capture import Captured as Captured
     from hookstats.tools.explain import Explanation as Explanation
     from hookstats.tools.explain import HookRow as HookRow
-    from hookstats.tools.gradient import KeptGradient as KeptGradient
     from hookstats.tools.leaks import Leak as Leak
     from hookstats.tools.leaks import Probe as Probe
     from hookstats.tools.softmax import SoftmaxRows as SoftmaxRows
@@ -57,7 +56,6 @@ _HOMES = {
     "hookstats.rules.finding": ["Finding"],
     "hookstats.tools.capture": ["Capture", "Captured"],
     "hookstats.tools.explain": ["Explanation", "HookRow"],
-    "hookstats.tools.gradient": ["KeptGradient"],
     "hookstats.tools.leaks": ["Leak", "Probe"],
     "hookstats.tools.softmax": ["SoftmaxRows"],
     "hookstats.watch.laws": ["Law", "Laws"],

@@ -1,4 +1,4 @@
-"""capture() and grad_of(): what they keep, against plain hooks; and that it does not grow."""
+"""capture(): its tensors against those of plain hooks; and that it does not grow."""
 
 from __future__ import annotations
 
@@ -284,113 +284,6 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delitem(sys.modules, "hookstats._figure", raising=False)
     with pytest.raises(ImportError, match=r"pip install 'hookstats\[report\]'"):
         captured.plot("0")
-
-
-def test_grad_of_keeps_what_retain_grad_keeps() -> None:
-    w, x, y = (torch.randn(5, requires_grad=True) for _ in range(3))
-    z = x + y
-    z.retain_grad()
-    kept = hookstats.grad_of(z)
-    leaf = hookstats.grad_of(x)
-    out = (w * z).sum()
-    for _ in range(2):  # both add up
-        out.backward(retain_graph=True)
-    assert torch.equal(kept.grad, z.grad)
-    assert torch.equal(kept.grad, 2 * w.detach())
-    assert torch.equal(leaf.grad, x.grad)
-    kept.remove()
-    out.backward()
-    assert torch.equal(kept.grad, 2 * w.detach())
-
-
-def test_what_grad_of_keeps_is_a_copy() -> None:
-    x = torch.ones(5, requires_grad=True)
-    z = x + 1
-    kept = hookstats.grad_of(z)
-    (3 * z).sum().backward()  # the gradient of x is that of z, and autograd may use the same memory for both
-    x.grad.zero_()
-    assert kept.grad.tolist() == [3] * 5
-
-
-def test_grad_of_is_of_the_tensor_as_it_was_before_it_was_changed_in_place() -> None:
-    x = torch.tensor([-1.0, 2.0], requires_grad=True)
-    z = x * 3
-    with hookstats.grad_of(z) as kept:
-        z.relu_()
-        (z * torch.tensor([5.0, 7.0])).sum().backward()
-    assert kept.grad.tolist() == [0, 7]
-
-
-def test_grad_of_says_why_there_is_no_gradient() -> None:
-    with pytest.raises(TypeError, match=r"expected a torch.Tensor, got int"):
-        hookstats.grad_of(3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"requires grad, got torch.float32 \[2\] that does not: it was detached"):
-        hookstats.grad_of(torch.ones(2))
-    x = torch.ones(4, requires_grad=True)
-    z = x * 2
-    kept = hookstats.grad_of(z)
-    with pytest.raises(RuntimeError, match="no gradient has come: backward was not called, or"):
-        kept.grad  # noqa: B018
-    y = x * 2
-    view = y[:2]
-    kept = hookstats.grad_of(view)
-    y.relu_()
-    y.sum().backward()
-    with pytest.raises(RuntimeError, match="the tensor is a view, and it or what it is a view of was changed in place"):
-        kept.grad  # noqa: B018
-
-
-def test_grad_of_works_at_a_break_of_a_compiled_function() -> None:
-    kept: list[hookstats.results.KeptGradient] = []
-
-    def f(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        z = x.sin()
-        kept.append(hookstats.grad_of(z))
-        return (w * z).sum()
-
-    w, x = torch.randn(5), torch.randn(5, requires_grad=True)
-    torch.compile(f, backend="aot_eager")(w, x).backward()
-    assert torch.equal(kept[0].grad, w)
-    with pytest.raises(Exception, match=r"grad_of keeps a gradient for Python"):
-        torch.compile(f, backend="aot_eager", fullgraph=True)(w, x)
-
-
-def test_a_linear_regression_gives_the_gradients_of_plain_hooks_for_every_parameter() -> None:
-    def trained(watch: Any) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = nn.Linear(3, 1)
-        x = torch.randn(64, 3)
-        y = x @ torch.tensor([[1.0], [-2.0], [0.5]]) + 3
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        seen: list[torch.Tensor] = []
-        read = [watch(p, seen) for p in model.parameters()]
-        for _ in range(50):
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
-            for one in read:
-                one()
-        assert model.bias.item() == pytest.approx(3, abs=1e-2)
-        return seen
-
-    def plain(p: torch.Tensor, seen: list[torch.Tensor]) -> Any:
-        last: list[torch.Tensor] = []
-        p.register_hook(lambda g: last.append(g.clone()))
-        return lambda: seen.append(last.pop())
-
-    def ours(p: torch.Tensor, seen: list[torch.Tensor]) -> Any:
-        kept = [hookstats.grad_of(p)]
-
-        def read() -> None:
-            seen.append(kept[0].grad)
-            kept[0].remove()
-            kept[0] = hookstats.grad_of(p)
-
-        return read
-
-    got, want = trained(ours), trained(plain)
-    assert len(got) == 100
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.gpu
