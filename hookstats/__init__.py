@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from hookstats.records.run import Run as Run
     from hookstats.records.run import load as load
     from hookstats.records.writer import recover as recover
-    from hookstats.tools import edit as edit
     from hookstats.tools.capture import capture as capture
+    from hookstats.tools.edit import edit as edit
     from hookstats.tools.explain import explain as explain
     from hookstats.tools.probe import probe as probe
     from hookstats.tools.softmax import softmax_rows as softmax_rows
@@ -61,8 +61,8 @@ _HOMES = {
     "hookstats.records.run": ["Run", "load"],
     "hookstats.records.writer": ["recover"],
     "hookstats.cluster.replicas": ["check_replicas"],
-    "hookstats.tools": ["edit"],
     "hookstats.tools.capture": ["capture"],
+    "hookstats.tools.edit": ["edit"],
     "hookstats.tools.explain": ["explain"],
     "hookstats.tools.probe": ["probe"],
     "hookstats.tools.softmax": ["softmax_rows"],

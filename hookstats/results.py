@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hookstats.rules.finding import Finding as Finding
     from hookstats.tools.capture import Capture as Capture
     from hookstats.tools.capture import Captured as Captured
+    from hookstats.tools.edit import Edit as Edit
     from hookstats.tools.explain import Explanation as Explanation
     from hookstats.tools.explain import HookRow as HookRow
     from hookstats.tools.leaks import Leak as Leak
@@ -55,6 +56,7 @@ _HOMES = {
     "hookstats.records.errors": ["SchemaError"],
     "hookstats.rules.finding": ["Finding"],
     "hookstats.tools.capture": ["Capture", "Captured"],
+    "hookstats.tools.edit": ["Edit"],
     "hookstats.tools.explain": ["Explanation", "HookRow"],
     "hookstats.tools.leaks": ["Leak", "Probe"],
     "hookstats.tools.softmax": ["SoftmaxRows"],

@@ -1,6 +1,6 @@
-"""Changes what flows through a model: gradients clipped or scaled, activations masked, any tensor replaced.
+"""edit(): changes what flows through a model: gradients clipped or scaled, activations masked, any tensor replaced.
 
-    with hookstats.edit.clip_gradient(model, "layers.*.mlp", -1, 1) as clip:
+    with hookstats.edit(model, "layers.*.mlp", lambda g: g.clamp(-1, 1), "grad_output") as clip:
         train(model)
     print(clip.changed)
 
@@ -23,7 +23,6 @@ argument, "input.mask" the keyword argument. Modules may be made of others, and 
 from __future__ import annotations
 
 from collections.abc import Callable
-from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
@@ -35,87 +34,13 @@ from hookstats.modules.containers import rebuild, walk
 from hookstats.modules.selection import Modules, modules_at
 from hookstats.numbers.selection import Globs
 
-VALUES = ("output", "input")
-GRADIENTS = ("grad_output", "grad_input")
+_GRADIENTS = ("grad_output", "grad_input")
+_TENSORS = ("output", "input", *_GRADIENTS)
 Choice: TypeAlias = Globs | Callable[[str, nn.Module], bool]
 Change: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
-def clip_gradient(
-    model: nn.Module,
-    modules: Choice,
-    min: float | None,
-    max: float | None,
-    tensor: str = "grad_output",
-    *,
-    exclude: Modules = None,
-    after: bool = False,
-) -> Edit:
-    """Every element of a gradient is brought into [min, max]; NaN stays NaN.
-
-    Args:
-        model: any module, compiled ones included.
-        modules: globs over module names (``"layers.*.mlp"``; ``*`` crosses dots), or a callable
-            ``(name, module) -> bool``. A container that matches is edited, and each of its children that matches, too.
-        exclude: globs or a callable, too; what they choose is left out, with all that is inside it.
-        min: the lower bound; None: none.
-        max: the upper bound; None: none.
-        tensor: ``"grad_output"`` or ``"grad_input"``, or one tensor in it (``"grad_output.0"``).
-        after: whether `hookstats.attach` shows the gradient after the edit.
-
-    Raises:
-        TypeError, ValueError: for arguments that are not as above; a glob that matches nothing, or only modules that
-            are never called. In the forward pass, TypeError where there is no floating tensor to edit.
-    """
-    for name, bound in (("min", min), ("max", max)):
-        if bound is not None:
-            _check_number(name, bound)
-    if (min is None and max is None) or (min is not None and max is not None and min > max):
-        raise ValueError(f"clip_gradient: expected min <= max, at least one of them given; got min={min}, max={max}")
-    described = f"clip_gradient(min={min}, max={max})"
-    return Edit(described, lambda g: torch.clamp(g, min, max), model, modules, exclude, tensor, GRADIENTS, after)
-
-
-def scale_gradient(
-    model: nn.Module,
-    modules: Choice,
-    factor: float,
-    tensor: str = "grad_output",
-    *,
-    exclude: Modules = None,
-    after: bool = False,
-) -> Edit:
-    """Every element of a gradient is multiplied by `factor`. Arguments and errors as in `clip_gradient`."""
-    _check_number("factor", factor)
-    described = f"scale_gradient(factor={factor})"
-    return Edit(described, lambda g: g * factor, model, modules, exclude, tensor, GRADIENTS, after)
-
-
-def mask_activations(
-    model: nn.Module,
-    modules: Choice,
-    threshold: float,
-    tensor: str = "output",
-    *,
-    exclude: Modules = None,
-    after: bool = False,
-) -> Edit:
-    """Elements with |x| <= `threshold` become 0, and so do their gradients; NaN stays NaN.
-
-    ``tensor``: ``"output"`` or ``"input"``, or one tensor in it. Other arguments and errors as in `clip_gradient`.
-    """
-    _check_number("threshold", threshold)
-    if not threshold >= 0:
-        raise ValueError(f"threshold: expected a number from 0, got {threshold!r}")
-    described = f"mask_activations(threshold={threshold})"
-
-    def zero_small(x: torch.Tensor) -> torch.Tensor:
-        return x.masked_fill(x.abs() <= threshold, 0)
-
-    return Edit(described, zero_small, model, modules, exclude, tensor, VALUES, after)
-
-
-def replace(
+def edit(
     model: nn.Module,
     modules: Choice,
     fn: Change,
@@ -124,42 +49,41 @@ def replace(
     exclude: Modules = None,
     after: bool = False,
 ) -> Edit:
-    """A tensor becomes what `fn` makes of it.
+    """Makes of a tensor what `fn` makes of it, whenever it flows through the model.
 
     Args:
+        model: any module, compiled ones included.
+        modules: globs over module names (``"layers.*.mlp"``; ``*`` crosses dots), or a callable
+            ``(name, module) -> bool``. A container that matches is edited, and each of its children that matches, too.
         fn: a callable ``Tensor -> Tensor`` of the same shape and dtype, that does not change its argument in place. Its
             gradient is autograd's. Under torch.compile it is traced into the graph.
-        tensor: ``"output"``, ``"input"``, ``"grad_output"`` or ``"grad_input"``, or one tensor in it.
+        tensor: ``"output"``, ``"input"``, ``"grad_output"`` or ``"grad_input"``, or one tensor in it
+            (``"grad_output.0"``).
+        exclude: globs or a callable, too; what they choose is left out, with all that is inside it.
+        after: whether `hookstats.attach` shows the tensor after the edit.
 
-    Other arguments and errors as in `clip_gradient`; and TypeError or ValueError, when the model runs, for what `fn`
-    returned.
+    Raises:
+        TypeError, ValueError: for arguments that are not as above; a glob that matches nothing, or only modules that
+            are never called. In the forward pass, TypeError where there is no floating tensor to edit; TypeError or
+            ValueError for what `fn` returned.
     """
     if not callable(fn):
-        raise TypeError(f"fn: expected a callable Tensor -> Tensor, got {fn!r}")
-    name = getattr(fn, "__name__", type(fn).__name__)
-    return Edit(f"replace(fn={name})", fn, model, modules, exclude, tensor, VALUES + GRADIENTS, after)
+        raise TypeError(f"edit: fn: expected a callable Tensor -> Tensor, got {fn!r}")
+    return Edit(fn, model, modules, exclude, tensor, after)
 
 
 class Edit:
     """A handle of an edit. As a context manager, it is removed at the end."""
 
     def __init__(
-        self,
-        description: str,
-        change: Change,
-        model: nn.Module,
-        modules: Choice,
-        exclude: Modules,
-        tensor: str,
-        kinds: tuple[str, ...],
-        after: bool,
+        self, change: Change, model: nn.Module, modules: Choice, exclude: Modules, tensor: str, after: bool
     ) -> None:
         kind = tensor.partition(".")[0] if isinstance(tensor, str) else ""
-        if kind not in kinds:
-            raise ValueError(f"tensor: expected {' or '.join(kinds)} (or one in it: '{kinds[0]}.0'); got {tensor!r}")
+        if kind not in _TENSORS:
+            raise ValueError(f"edit: tensor: expected {', '.join(_TENSORS)} or one in it ('output.0'), got {tensor!r}")
         if not isinstance(after, bool):
-            raise TypeError(f"after: expected True or False, got {after!r}")
-        self.description = description
+            raise TypeError(f"edit: after: expected True or False, got {after!r}")
+        self.description = f"edit(fn={getattr(change, '__qualname__', type(change).__name__)})"
         self.change = change
         self.removed = False
         self._hooks: dict[str, EditHook] = {}
@@ -214,12 +138,12 @@ class EditHook(order.ModuleHook):
 
     def __init__(self, edit: Edit, name: str, tensor: str, device: torch.device) -> None:
         self.edit = edit
-        self.description = f"edit.{edit.description} of {tensor}"
+        self.description = f"{edit.description} of {tensor}"
         self.name = name
         self.tensor = tensor
         kind, _, path = tensor.partition(".")
         self.path = f".{path}" if path else ""
-        self.of_gradient = kind in GRADIENTS
+        self.of_gradient = kind in _GRADIENTS
         self.counters = [_counter(device)]  # one on each device where tensors were seen, the present one last
 
     def apply_edit(self, value: Any, inputs: Any) -> Any:
@@ -316,8 +240,3 @@ def _counter(device: torch.device) -> torch.Tensor:
 def _device_of(*modules: nn.Module) -> torch.device:
     tensors = (t for module in modules for t in (*module.parameters(), *module.buffers()))
     return next((t.device for t in tensors if t.device.type != "meta"), torch.device("cpu"))
-
-
-def _check_number(name: str, value: object) -> None:
-    if not isinstance(value, Real) or isinstance(value, bool) or value != value:
-        raise TypeError(f"{name}: expected a number, got {value!r}")

@@ -16,6 +16,7 @@ import hookstats
 from hookstats import edit
 from hookstats.modules import order
 from tests.models import THREE_KINDS, Residual
+from tests.tools.edits import scale_by
 
 DEFAULT = torch._dynamo.config.recompile_limit  # 8
 LIMIT = 4  # soon reached by monitors, whose graphs are their own
@@ -92,8 +93,8 @@ def measure(model: nn.Module, run: Callable[[torch.Tensor], torch.Tensor]) -> No
 def change(model: nn.Module, run: Callable[[torch.Tensor], torch.Tensor]) -> None:
     x = batch()
     with (
-        edit.replace(model, "*up", torch.neg) as negated,
-        edit.scale_gradient(model, "*up", 0.5) as scaled,
+        edit(model, "*up", torch.neg) as negated,
+        edit(model, "*up", scale_by(0.5), "grad_output") as scaled,
     ):
         run(x).sum().backward()
         ups = [module for name, module in model.named_modules() if name.endswith("up")]
@@ -210,7 +211,7 @@ def looks_at_hooks() -> bool:
 
 def test_where_nothing_is_compiled_torchs_setting_comes_back_with_the_last_hook() -> None:
     first, second = (hookstats.attach(nn.Linear(2, 2), every=1) for _ in range(2))
-    with edit.replace(nn.Linear(2, 2), "", torch.neg):
+    with edit(nn.Linear(2, 2), "", torch.neg):
         assert looks_at_hooks()
         first.detach()
         first.detach()

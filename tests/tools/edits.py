@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from tests.models import Residual
+
+
+def clip_to(low: float | None, high: float | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    def clip(x: torch.Tensor) -> torch.Tensor:
+        return x.clamp(low, high)
+
+    return clip
+
+
+def scale_by(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def scale(x: torch.Tensor) -> torch.Tensor:
+        return x * factor
+
+    return scale
+
+
+def zero_below(threshold: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def zero(x: torch.Tensor) -> torch.Tensor:
+        return x.masked_fill(x.abs() <= threshold, 0)
+
+    return zero
 
 
 def compiled(model: Any, backend: str | None) -> Any:

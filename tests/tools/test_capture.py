@@ -19,6 +19,7 @@ import hookstats
 from hookstats import edit
 from tests.conftest import DEVICES, ROOT
 from tests.models import Containers, Residual, images, small_cnn
+from tests.tools.edits import zero_below
 from tests.watch.test_attach import Plain, state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated.*:DeprecationWarning")
@@ -64,7 +65,7 @@ def test_edits_made_with_after_come_before_what_is_captured() -> None:
         model = small_cnn().eval()
         captured = [hookstats.capture(model, "1")]
         bare = model[1](model[0](images()))
-        edit.mask_activations(model, "1", 0.5, after=True)
+        edit(model, "1", zero_below(0.5), after=True)
         captured.append(hookstats.capture(model, "1"))
         forward: Any = torch.compile(model, backend=backend, fullgraph=True) if backend else model
         forward(images())
@@ -180,7 +181,7 @@ def live():  # tensors that Python knows, and the bytes that the process holds i
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 2))
 captured = hookstats.capture(model, "*", keep=3)
-mask = hookstats.edit.mask_activations(model, "0", 10)  # of all
+mask = hookstats.edit(model, "0", lambda t: t * 0)
 x = torch.randn(2, 4)
 for step in range(1, 2_001):
     model(x).sum().backward()
@@ -256,7 +257,7 @@ def test_what_was_captured_is_a_mapping_of_names_to_captures() -> None:
 def test_a_picture_has_an_image_for_every_channel_of_every_tensor() -> None:
     model = small_cnn().eval()
     captured = hookstats.capture(model, ["1", "7"], channels=6, items=2)
-    edit.mask_activations(model, "1", 0.5)
+    edit(model, "1", zero_below(0.5))
     model(images()).sum().backward()
     figure = captured.plot("1", item=1)
     parts = figure.subfigs

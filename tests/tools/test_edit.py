@@ -16,7 +16,7 @@ import hookstats
 from hookstats import edit
 from tests.conftest import DEVICES
 from tests.models import Containers, Residual, images, small_cnn
-from tests.tools.edits import assert_close, compiled, differ, residual, run
+from tests.tools.edits import assert_close, clip_to, compiled, differ, residual, run, scale_by, zero_below
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated.*:DeprecationWarning")
 
@@ -54,12 +54,12 @@ class Plain:
             module.register_full_backward_hook(lambda m, grads, _: (self.change(grads[0]),))
 
 
-EDITS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Callable[[torch.Tensor], torch.Tensor]]] = {
-    "clip": (edit.clip_gradient, (-0.05, 0.1), lambda g: g.minimum(g.new_tensor(0.1)).maximum(g.new_tensor(-0.05))),
-    "clip above": (edit.clip_gradient, (None, 0.1), lambda g: torch.where(g > 0.1, 0.1, g)),
-    "scale": (edit.scale_gradient, (0.3,), lambda g: 0.3 * g),
-    "mask": (edit.mask_activations, (0.2,), lambda x: x * (x.abs() > 0.2)),
-    "replace": (edit.replace, (torch.sin,), torch.sin),
+EDITS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "clip": clip_to(-0.05, 0.1),
+    "clip above": clip_to(None, 0.1),
+    "scale": scale_by(0.3),
+    "mask": zero_below(0.2),
+    "sine": torch.sin,
 }
 CASES = [
     ("clip", "grad_output"),
@@ -69,10 +69,10 @@ CASES = [
     ("scale", "grad_input"),
     ("mask", "output"),
     ("mask", "input"),
-    ("replace", "output"),
-    ("replace", "input"),
-    ("replace", "grad_output"),
-    ("replace", "grad_input"),
+    ("sine", "output"),
+    ("sine", "input"),
+    ("sine", "grad_output"),
+    ("sine", "grad_input"),
 ]
 WHERE = ["blocks.1", "blocks.?.up", "head"]  # a container with a residual connection, and leaves
 
@@ -80,12 +80,11 @@ WHERE = ["blocks.1", "blocks.?.up", "head"]  # a container with a residual conne
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "tensor"), CASES)
 def test_an_edit_does_what_plain_hooks_do(name: str, tensor: str, device: str) -> None:
-    function, arguments, fn = EDITS[name]
     model, twin = residual(device), residual(device)
-    plain = Plain(fn)
+    plain = Plain(EDITS[name])
     for module in (twin.blocks[1], *(block.up for block in twin.blocks), twin.head):
         plain.hang(module, tensor)
-    made = function(model, WHERE, *arguments, tensor=tensor)
+    made = edit(model, WHERE, EDITS[name], tensor)
     got, want = run(model, device=device), run(twin, device=device)
     assert_close(got, want)
     assert made.changed == plain.changed > 0
@@ -100,7 +99,7 @@ def test_compiled_edits_do_what_eager_ones_do(backend: str, device: str) -> None
 
     def edited(backend: str | None) -> tuple[list[torch.Tensor], list[int]]:
         model, where = (few_modules().to(device), ["1"]) if few else (residual(device), ["blocks.1", "blocks.1.up"])
-        made = [EDITS[name][0](model, where, *EDITS[name][1], tensor=tensor) for name, tensor in cases]
+        made = [edit(model, where, EDITS[name], tensor) for name, tensor in cases]
         return run(model, compiled(model, backend), device=device), [one.changed for one in made]
 
     (got, got_changed), (want, want_changed) = edited(backend), edited(None)
@@ -125,8 +124,8 @@ def test_edits_that_come_and_go_after_the_first_compiled_run_are_not_ignored() -
     bare = run(model, forward, steps=1)
     model.zero_grad()
     with (
-        edit.clip_gradient(forward, "blocks.*", -1e-3, 1e-3) as clip,
-        edit.mask_activations(model, "head", 0.3) as mask,
+        edit(forward, "blocks.*", clip_to(-1e-3, 1e-3), "grad_output") as clip,
+        edit(model, "head", zero_below(0.3)) as mask,
     ):
         assert differ(run(model, forward, steps=1), bare)
         changed = clip.changed, mask.changed
@@ -139,7 +138,7 @@ def test_edits_that_come_and_go_after_the_first_compiled_run_are_not_ignored() -
 def test_equal_blocks_that_are_compiled_apart_share_their_graphs() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     model = Residual(depth=12)
-    made = [edit.clip_gradient(model, "blocks.*", -0.01, 0.01), edit.mask_activations(model, "blocks.*.up", 0.3)]
+    made = [edit(model, "blocks.*", clip_to(-0.01, 0.01), "grad_output"), edit(model, "blocks.*.up", zero_below(0.3))]
     for block in model.blocks:
         block.compile(fullgraph=True, backend=counter)
     run(model)
@@ -175,10 +174,10 @@ def test_recomputation_changes_neither_results_nor_counts(reentrant: bool, how: 
     def edited(reentrant: bool | None, how: str) -> tuple[list[torch.Tensor], list[int]]:
         model = Checkpointed(reentrant)
         made = [
-            edit.clip_gradient(model, "inner.blocks.?", -0.05, 0.05),
-            edit.mask_activations(model, "*.up", 0.3),
-            edit.scale_gradient(model, "*.down", 0.5, "grad_input"),
-            edit.replace(model, "*.norm", torch.tanh, "input"),
+            edit(model, "inner.blocks.?", clip_to(-0.05, 0.05), "grad_output"),
+            edit(model, "*.up", zero_below(0.3)),
+            edit(model, "*.down", scale_by(0.5), "grad_input"),
+            edit(model, "*.norm", torch.tanh, "input"),
         ]
         if how == "checkpoints around graphs":
             for block in model.inner.blocks:
@@ -212,9 +211,9 @@ def test_in_place_neighbours_are_no_hindrance(backend: str | None) -> None:
         Plain(lambda x: x * (x.abs() > 0.1)).hang(model[1], "output")
 
     def ours(model: nn.Sequential) -> None:
-        edit.clip_gradient(model, "[123]", -0.01, 0.01)
-        edit.scale_gradient(model, "4", 0.5, "grad_input")
-        edit.mask_activations(model, "1", 0.1)
+        edit(model, "[123]", clip_to(-0.01, 0.01), "grad_output")
+        edit(model, "4", scale_by(0.5), "grad_input")
+        edit(model, "1", zero_below(0.1))
 
     torch.manual_seed(0)
     model = small_cnn()
@@ -237,7 +236,7 @@ def test_a_module_that_passes_its_input_on_has_a_gradient_of_its_own(tensor: str
             return 2 * y + 3 * self.skip(y)
 
     model = Shortcut()
-    edit.scale_gradient(model, "skip", 10, tensor)
+    edit(model, "skip", scale_by(10), tensor)
     compiled(model, backend)(torch.ones(1, 4)).sum().backward()
     assert model.inner.bias.grad.tolist() == [32] * 4
 
@@ -246,14 +245,14 @@ def test_edits_of_one_tensor_act_in_the_order_in_which_they_were_made() -> None:
     x = torch.tensor([[1.0, 5.0]], requires_grad=True)
     for tensor in ("output", "input"):
         model = nn.Identity()
-        edit.replace(model, "", lambda t: t + 1, tensor)
-        edit.replace(model, "", lambda t: t * 2, tensor)
+        edit(model, "", lambda t: t + 1, tensor)
+        edit(model, "", lambda t: t * 2, tensor)
         assert model(x).tolist() == [[4, 12]]
     for tensor in ("grad_output", "grad_input"):
         model = nn.Identity()
-        edit.clip_gradient(model, "", 0, 3, tensor)
-        edit.scale_gradient(model, "", 10, tensor)
-        edit.clip_gradient(model, "", 0, 25, tensor)
+        edit(model, "", clip_to(0, 3), tensor)
+        edit(model, "", scale_by(10), tensor)
+        edit(model, "", clip_to(0, 25), tensor)
         (gradient,) = torch.autograd.grad(model(x), x, torch.tensor([[2.0, 7.0]]))
         assert gradient.tolist() == [[20, 25]]
 
@@ -263,10 +262,10 @@ def test_a_gradient_edit_meets_the_tensor_that_the_edits_before_it_made() -> Non
     for clip_first, want in ((True, 1.0), (False, 6.0)):
         model = nn.Identity()
         if clip_first:
-            edit.clip_gradient(model, "", -1, 1)  # of x: at most 1
-        edit.replace(model, "", torch.square)
+            edit(model, "", clip_to(-1, 1), "grad_output")  # of x: at most 1
+        edit(model, "", torch.square)
         if not clip_first:
-            edit.clip_gradient(model, "", -1, 1)  # of x ** 2: at most 1, and 2 * 3 of x
+            edit(model, "", clip_to(-1, 1), "grad_output")  # of x ** 2: at most 1, and 2 * 3 of x
         (gradient,) = torch.autograd.grad(model(x), x, torch.tensor([7.0]))
         assert gradient.item() == want
 
@@ -280,8 +279,8 @@ def test_statistics_see_the_tensor_before_the_edit_or_after_it(
     model = nn.Sequential(nn.Identity(), nn.Linear(4, 4))
     others: list[float] = []
     steps: list[Callable[[], Any]] = [
-        lambda: edit.replace(model, "0", lambda t: t + 10, after=after),
-        lambda: edit.clip_gradient(model, "1", -1, 1, after=after),
+        lambda: edit(model, "0", lambda t: t + 10, after=after),
+        lambda: edit(model, "1", clip_to(-1, 1), "grad_output", after=after),
     ]
     monitors = []
     steps.insert(attach_at, lambda: monitors.append(hookstats.attach(model, ["0", "1"], every=1)))
@@ -307,8 +306,8 @@ def test_every_floating_tensor_in_a_container_is_edited(kind: str, backend: str 
     model = Containers(kind)
     x = torch.randn(9, 6)
     bare = model(x)
-    mask = edit.mask_activations(model, "", 0.7)
-    scale = edit.scale_gradient(model, "", 100)
+    mask = edit(model, "", zero_below(0.7))
+    scale = edit(model, "", scale_by(100), "grad_output")
     output = compiled(model, backend)(x)
     assert type(output) is type(bare)
     masked = 0
@@ -328,12 +327,12 @@ def test_one_tensor_in_a_container_can_be_chosen() -> None:
     model = Containers("dict")
     x = torch.randn(9, 6)
     bare = model(x)
-    mask = edit.mask_activations(model, "", 100, "output.hidden")
+    mask = edit(model, "", zero_below(100), "output.hidden")
     got = model(x)
     assert torch.equal(got["logits"], bare["logits"])
     assert not got["hidden"].any()
     assert mask.changed == got["hidden"].numel()
-    edit.mask_activations(model, "", 1, "output.nowhere")
+    edit(model, "", zero_below(1), "output.nowhere")
     with pytest.raises(TypeError, match=r"as output.nowhere of \(model\), got output.logits torch.float32, output.hid"):
         model(x)
 
@@ -346,8 +345,8 @@ def test_a_tensor_in_two_places_is_edited_once() -> None:
 
     model = Twice()
     x = torch.ones(2, requires_grad=True)
-    edit.replace(model, "", lambda t: t + 1)
-    scale = edit.scale_gradient(model, "", 10)
+    edit(model, "", lambda t: t + 1)
+    scale = edit(model, "", scale_by(10), "grad_output")
     a, b = model(x)
     assert a is b
     (a + b).sum().backward()
@@ -363,7 +362,7 @@ def test_inputs_are_edited_by_place_and_by_name() -> None:
     x, y, scale = torch.tensor(1.0), torch.tensor(10.0), torch.tensor(100.0)
     for tensor, want in (("input.1", 1100), ("input.scale", 2200), ("input", 4400)):
         model = Add()
-        edit.replace(model, "", lambda t: 2 * t, tensor)
+        edit(model, "", lambda t: 2 * t, tensor)
         if tensor == "input.1":
             assert model(x, y, scale=scale) == 2100
         else:
@@ -373,7 +372,7 @@ def test_inputs_are_edited_by_place_and_by_name() -> None:
 def test_an_input_edit_leaves_the_callers_tensor_alone() -> None:
     model = nn.ReLU(inplace=True)
     x = torch.tensor([-1.0, 0.5, 2.0])
-    edit.replace(model, "", lambda t: t - 1, "input")
+    edit(model, "", lambda t: t - 1, "input")
     assert model(x).tolist() == [0, 0, 1]
     assert x.tolist() == [-1, 0.5, 2]
 

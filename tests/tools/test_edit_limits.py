@@ -12,7 +12,7 @@ from torch import nn
 
 from hookstats import edit
 from tests.models import images, small_cnn
-from tests.tools.edits import assert_close, compiled, differ, residual, run
+from tests.tools.edits import assert_close, compiled, differ, residual, run, scale_by, zero_below
 from tests.watch.test_attach import state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated.*:DeprecationWarning")
@@ -26,18 +26,18 @@ def fresh_compiler() -> None:
 def test_changed_counts_what_is_different_afterwards() -> None:
     x = torch.tensor([float("nan"), float("inf"), 0.0, -0.0, 0.2, -0.2, 3.0])
     model = nn.Identity()
-    mask = edit.mask_activations(model, "", 0.5)
+    mask = edit(model, "", zero_below(0.5))
     assert model(x)[1:].tolist() == [float("inf"), 0, 0, 0, 0, 3]
     assert mask.changed == 2
-    repaired = edit.replace(model, "", torch.nan_to_num)
+    repaired = edit(model, "", torch.nan_to_num)
     model(x)
     assert (mask.changed, repaired.changed) == (4, 2)
 
 
 def test_what_has_no_data_of_its_own_is_edited_but_not_counted() -> None:
     model = nn.Linear(3, 3)
-    mask = edit.mask_activations(model, "", 100)
-    scale = edit.scale_gradient(model, "", 2)
+    mask = edit(model, "", zero_below(100))
+    scale = edit(model, "", scale_by(2), "grad_output")
     assert not torch.vmap(model)(torch.randn(4, 3)).any()
     with torch.device("meta"):
         assert nn.Sequential(model.to("meta"))(torch.randn(4, 3)).device.type == "meta"
@@ -46,7 +46,7 @@ def test_what_has_no_data_of_its_own_is_edited_but_not_counted() -> None:
 
 def test_a_graph_on_another_device_than_the_edit_is_refused() -> None:
     model = nn.Linear(3, 3)
-    edit.mask_activations(model, "", 1)
+    edit(model, "", zero_below(1))
     model.to("meta")
     with pytest.raises(RuntimeError, match=r"expected tensors on cpu, .* got one on meta: make edits after model.to()"):
         compiled(model, "eager")(torch.randn(2, 3, device="meta"))
@@ -54,7 +54,7 @@ def test_a_graph_on_another_device_than_the_edit_is_refused() -> None:
 
 def test_without_a_gradient_there_is_nothing_to_edit() -> None:
     model = small_cnn()
-    scale = edit.scale_gradient(model, "*", 2)
+    scale = edit(model, "*", scale_by(2), "grad_output")
     for context in (torch.no_grad, torch.inference_mode):
         with context():
             model(images())
@@ -67,7 +67,7 @@ def test_remove_leaves_the_model_as_it_was(tensor: str) -> None:
     before = state_of(model)
     bare = run(model, steps=1)
     model.zero_grad()
-    made = edit.replace(model, "*", lambda t: t * 0.5, tensor)
+    made = edit(model, "*", lambda t: t * 0.5, tensor)
     assert state_of(model) != before
     assert differ(run(model, steps=1), bare)
     made.remove()
@@ -75,7 +75,7 @@ def test_remove_leaves_the_model_as_it_was(tensor: str) -> None:
     assert state_of(model) == before
     model.zero_grad()
     assert_close(run(model, steps=1), bare, exact=True)
-    with pytest.raises(RuntimeError, match="normalized_shape"), edit.replace(model, "*", torch.sin, tensor):
+    with pytest.raises(RuntimeError, match="normalized_shape"), edit(model, "*", torch.sin, tensor):
         model(torch.randn(2, 9, 9))
     assert state_of(model) == before
 
@@ -83,7 +83,7 @@ def test_remove_leaves_the_model_as_it_was(tensor: str) -> None:
 def test_a_gradient_that_arrives_after_remove_is_not_edited() -> None:
     x = torch.ones(3, requires_grad=True)
     model = nn.Tanh()
-    scale = edit.scale_gradient(model, "", 0)
+    scale = edit(model, "", scale_by(0), "grad_output")
     loss = model(x).sum()
     scale.remove()
     loss.backward()
@@ -94,7 +94,7 @@ def test_a_gradient_that_arrives_after_remove_is_not_edited() -> None:
 def test_copies_of_the_model_are_without_edits() -> None:
     model = residual()
     bare = run(copy.deepcopy(model))
-    made = [edit.mask_activations(model, "*", 1, tensor) for tensor in ("output", "input")]
+    made = [edit(model, "*", zero_below(1), tensor) for tensor in ("output", "input")]
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert_close(run(twin), bare, exact=True)
     assert [one.changed for one in made] == [0, 0]
@@ -103,24 +103,19 @@ def test_copies_of_the_model_are_without_edits() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda m: edit.scale_gradient(m, "nothing*", 2), ValueError, "modules: the glob 'nothing.*' matches nothing"),
-        (lambda m: edit.scale_gradient(m, 7, 2), TypeError, "modules: expected globs, or a callable .*; got 7"),
-        (lambda m: edit.scale_gradient(m, None, 2), TypeError, "modules: expected globs, or .* got None"),
-        (lambda m: edit.scale_gradient("m", "*", 2), TypeError, "expected a torch.nn.Module, got str"),
+        (lambda m: edit(m, "nothing*", torch.sin), ValueError, "modules: the glob 'nothing.*' matches nothing"),
+        (lambda m: edit(m, 7, torch.sin), TypeError, "modules: expected globs, or a callable .*; got 7"),
+        (lambda m: edit(m, None, torch.sin), TypeError, "modules: expected globs, or .* got None"),
+        (lambda m: edit("m", "*", torch.sin), TypeError, "expected a torch.nn.Module, got str"),
         (
-            lambda m: edit.scale_gradient(m, "blocks", 2),
+            lambda m: edit(m, "blocks", torch.sin),
             ValueError,
             "'blocks' matches only 'blocks', .* a ModuleList is never called",
         ),
-        (lambda m: edit.scale_gradient(m, "head", "2"), TypeError, "factor: expected a number, got '2'"),
-        (lambda m: edit.scale_gradient(m, "head", 2, "output"), ValueError, "expected grad_output or grad_input"),
-        (lambda m: edit.mask_activations(m, "head", 2, "grad_output"), ValueError, "expected output or input"),
-        (lambda m: edit.mask_activations(m, "head", -2), ValueError, "threshold: expected a number from 0, got -2"),
-        (lambda m: edit.clip_gradient(m, "head", 2, 1), ValueError, "expected min <= max.* got min=2, max=1"),
-        (lambda m: edit.clip_gradient(m, "head", None, None), ValueError, "at least one of them given"),
-        (lambda m: edit.clip_gradient(m, "head", float("nan"), 1), TypeError, "min: expected a number, got nan"),
-        (lambda m: edit.replace(m, "head", 5), TypeError, "fn: expected a callable Tensor -> Tensor, got 5"),
-        (lambda m: edit.replace(m, "head", torch.sin, after=1), TypeError, "after: expected True or False, got 1"),
+        (lambda m: edit(m, "head", torch.sin, "grads"), ValueError, "tensor: expected output, input, .* got 'grads'"),
+        (lambda m: edit(m, "head", torch.sin, 3), ValueError, "tensor: expected output, input, .* got 3"),
+        (lambda m: edit(m, "head", 5), TypeError, "fn: expected a callable Tensor -> Tensor, got 5"),
+        (lambda m: edit(m, "head", torch.sin, after=1), TypeError, "after: expected True or False, got 1"),
     ],
 )
 def test_wrong_arguments_are_refused_before_a_hook_hangs(call: Any, error: Any, message: str) -> None:
@@ -135,13 +130,13 @@ def test_where_one_module_takes_no_hooks_none_is_left_behind() -> None:
     model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
     before = state_of(model[:1])
     with pytest.raises(RuntimeError, match="not supported on ScriptModules"):
-        edit.scale_gradient(model, "*", 2)
+        edit(model, "*", scale_by(2), "grad_output")
     assert state_of(model[:1]) == before
 
 
 def test_what_cannot_be_edited_says_so_when_the_model_runs() -> None:
     model = nn.Sequential(nn.Embedding(5, 4))
-    edit.mask_activations(model, "0", 1, "input")
+    edit(model, "0", zero_below(1), "input")
     with pytest.raises(TypeError, match=r"expected a floating tensor as input of 0, got input.0 torch.int64"):
         model(torch.tensor([1, 2]))
     for fn, error, message in (
@@ -149,8 +144,8 @@ def test_what_cannot_be_edited_says_so_when_the_model_runs() -> None:
         (lambda t: t.double(), ValueError, "got torch.float64"),
         (lambda t: None, TypeError, "expected fn to return a tensor, got NoneType"),
     ):
-        with edit.replace(linear := nn.Linear(4, 4), "", fn), pytest.raises(error, match=message):
+        with edit(linear := nn.Linear(4, 4), "", fn), pytest.raises(error, match=message):
             linear(torch.randn(3, 4))
     attention = nn.Sequential(nn.MultiheadAttention(4, 2))
     with pytest.raises(ValueError, match=r"'\*.out_proj' matches only '0.out_proj', whose hooks never run"):
-        edit.scale_gradient(attention, "*.out_proj", 2)
+        edit(attention, "*.out_proj", scale_by(2), "grad_output")

@@ -13,6 +13,7 @@ from torch import nn
 import hookstats
 from hookstats import edit
 from tests.models import THREE_KINDS, Residual, images, small_cnn
+from tests.tools.edits import clip_to, scale_by, zero_below
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*non-full backward hook.*:FutureWarning"),
@@ -66,18 +67,18 @@ def test_every_hook_is_listed_in_the_order_in_which_it_runs() -> None:
 
 def test_our_hooks_say_what_they_are() -> None:
     model = small_cnn()
-    edit.scale_gradient(model, "0", 0.5)
-    edit.mask_activations(model, "0", 0.1, after=True)
+    edit(model, "0", scale_by(0.5), "grad_output")
+    edit(model, "0", zero_below(0.1), after=True)
     hookstats.attach(model, "0", tensors=THREE_KINDS)
     hookstats.capture(model, "0")
-    edit.clip_gradient(model, "0", None, 1, "grad_input")
+    edit(model, "0", clip_to(None, 1), "grad_input")
     rows = hookstats.explain(model).rows
     assert [row.hook for row in rows] == [
-        "hookstats.edit.clip_gradient(min=None, max=1) of grad_input",
-        "hookstats.edit.mask_activations(threshold=0.1) of output",
+        "hookstats.edit(fn=clip_to.<locals>.clip) of grad_input",
+        "hookstats.edit(fn=zero_below.<locals>.zero) of output",
         "hookstats.attach",
         "hookstats.capture",
-        "hookstats.edit.scale_gradient(factor=0.5) of grad_output",
+        "hookstats.edit(fn=scale_by.<locals>.scale) of grad_output",
     ]
     assert all(row.ours and not row.traps for row in rows)
 

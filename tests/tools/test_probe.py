@@ -271,7 +271,7 @@ def test_a_monitor_measures_nothing_of_it() -> None:
 
 def test_edits_are_part_of_what_the_model_computes() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Identity())
-    with hookstats.edit.replace(model, "0", lambda x: x - x.mean(0)):
+    with hookstats.edit(model, "0", lambda x: x - x.mean(0)):
         assert found(hookstats.probe(model, torch.randn(4, 6))) == [("samples", "0")]
 
 

@@ -24,6 +24,7 @@ from hookstats import ExponentBins, Site
 from tests.conftest import DEVICES, check
 from tests.models import THREE_KINDS, Containers, Residual, images, small_cnn
 from tests.plain import OF_OUTPUTS, Plain, check_against, together
+from tests.tools.edits import zero_below
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -452,7 +453,7 @@ def test_edits_and_captures_choose_modules_as_attach_does() -> None:
     with hookstats.capture(model, lambda name, module: isinstance(module, nn.LayerNorm), exclude="blocks.1") as taken:
         model(x)
     assert list(taken) == ["blocks.0.norm", "blocks.2.norm"]
-    with hookstats.edit.mask_activations(model, "blocks.*.up", 1e9, exclude=["blocks.0", "blocks.2"]) as edit:
+    with hookstats.edit(model, "blocks.*.up", zero_below(1e9), exclude=["blocks.0", "blocks.2"]) as edit:
         model(x)
     assert edit.changed == 2 * 5 * 32
     with pytest.raises(ValueError, match="modules: expected to choose at least one of 15 modules, chose none"):
