@@ -15,12 +15,11 @@ EXACT = ("count", "nans", "posinfs", "neginfs")
 CLOSE = ("mean", "std", "rms", "min", "max", "abs_max")
 
 
-def names_of_page(page: str, until: str = "") -> dict[str, Any]:
-    """Run the code of docs/frameworks/PAGE.md and return its names; until: stop before the line that begins so."""
+def names_of_page(page: str) -> dict[str, Any]:
+    """Run the code of docs/frameworks/PAGE.md and return its names."""
     known = test_pages.names()
     for block in test_pages.BLOCK.finditer((ROOT / "docs" / "frameworks" / f"{page}.md").read_text()):
-        code = block["code"].partition(f"\n{until}")[0] if until else block["code"]
-        exec(compile(code, page, "exec"), known)
+        exec(compile(block["code"], page, "exec"), known)
     return known
 
 

@@ -1,4 +1,4 @@
-"""docs/frameworks/nanogpt.md under DDP, with the page's model: the page itself runs without, see tests/docs."""
+"""docs/frameworks/nanogpt.md under DDP, with a model of nanoGPT's modules and names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hookstats
 from tests import ranks
-from tests.clients.merged import check_sites, names_of_page
+from tests.clients.merged import check_sites
+from tests.clients.standins.nanogpt import GPT
 from tests.plain import hearing
 
 ITERATIONS, MICROBATCHES = 2, 2  # of each of two ranks
@@ -24,7 +25,7 @@ def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
 def trained(rank: int, world: int, watched: bool) -> Any:
     torch.manual_seed(1337)
     ddp = world > 1
-    model = names_of_page("nanogpt", until="def train")["GPT"]()
+    model = GPT()
     scaler = torch.amp.GradScaler("cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-5)
     if ddp:

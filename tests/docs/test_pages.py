@@ -61,7 +61,6 @@ NAMES = (
     "recipes/from_hooks",
     "frameworks/torchtitan",
     "frameworks/megatron",
-    "frameworks/nanogpt",
 )
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]
 # Code, and behind it what it prints, where the page shows that.
