@@ -22,7 +22,7 @@ Columns = dict[str, Any]  # lists of values, or arrays
 
 
 class Taken(NamedTuple):
-    """A measured step; or, without a frame, what was given before it, or, with the record -1, with no recorded step.
+    """A measured step; or, without a frame and with the record -1, what was given with no recorded step.
 
     time: microseconds since the epoch. given: of steps before it, and of this one. ids: of the frame's sites.
     """

@@ -107,9 +107,9 @@ class OpenPart:
         """Write rows as a row group, or several."""
         self._writer.write_table(rows, ROW_GROUP)
 
-    def close(self, consumed: int, records: int) -> None:
+    def close(self, consumed: int, held: int, records: int) -> None:
         """Bring it to the disk, still under its temporary name. The numbers are kept in its metadata, see `Footer`."""
-        told = {"version": VERSION, "consumed": consumed, "records": records, "crc32": "0" * 8}
+        told = {"version": VERSION, "consumed": consumed, "held": held, "records": records, "crc32": "0" * 8}
         self._writer.add_key_value_metadata({_METADATA: json.dumps(told)})
         self._writer.close()
         seal(self._output.fileno())
@@ -137,10 +137,12 @@ def seal(descriptor: int) -> None:
 
 
 class Footer(NamedTuple):
-    """consumed: the position in the ring up to which all was committed with a file; records: steps of its attempt."""
+    """consumed: the position in the ring up to which all was committed with a file, from ``held`` on but for what was
+    early; records: steps of its attempt."""
 
     metadata: pq.FileMetaData
     consumed: int
+    held: int
     records: int
 
 
@@ -159,7 +161,7 @@ def read_footer(path: Path) -> Footer:
             f"{path}: expected schema version {VERSION}, got {told['version']}: this run was recorded by another "
             "version of hookstats; read it with that one, or record into another directory"
         )
-    return Footer(metadata, told["consumed"], told["records"])
+    return Footer(metadata, told["consumed"], told["held"], told["records"])
 
 
 def _raw_footer(descriptor: int, size: int) -> bytes:

@@ -15,7 +15,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -106,7 +105,7 @@ class Recording:
         self._tell = WarnOnce()
         self._ring, self._left = None, ()
         self._given = Given({}, {})  # of steps that are not recorded, to be written
-        self._sent = set[int]()  # steps since the last measured one whose scalars are written
+        self._early = Given({}, {})  # what came before there was a ring
         self._sites: dict[Sites, int] = {}
         self._sites_sent = 0
         self._findings_read = 0
@@ -167,24 +166,21 @@ class Recording:
         self._try(lambda: self._take_given(given))
 
     def take_early(self, given: Given) -> None:
-        """Keeps scalars now that the next measured step brings once more: none may come. Never raises.
+        """Keeps scalars now that a measured step is to bring once more: none may come. Never raises.
 
-        Before the first measured step nobody knows how large the ring is to be: they come with that.
+        Before the first measured step nobody knows how large the ring is to be: they wait for that.
         """
-        if self._ring is not None:
-            self._try(lambda: self._take_early(given))
+        self._early.add(given, _MOST_GIVEN)
+        ring = self._ring
+        if ring is not None:
+            self._try(lambda: self._send_early(ring))
 
-    def _take_early(self, given: Given) -> None:
-        """Send scalars early. If there is no room, the next step brings them. The writer is not woken for so little."""
+    def _send_early(self, ring: Ring) -> None:
+        """Send scalars early. If there is no room, a step brings them. The writer is not woken for so little."""
         self._exits.forget()
-        pieces = wire.encode_given(given, time.time())
-        if self._ring is not None and self._ring.write(wire.EARLY, pieces, is_step=True):
-            self._sent.update(given.scalars)
-
-    def _take_unsent(self, scalars: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
-        """Return those that were not sent early. Whatever comes later is of other steps."""
-        sent, self._sent = self._sent, set()
-        return {step: named for step, named in scalars.items() if step not in sent}
+        for step, named in self._early.scalars.items():  # each in a record of its own, whose room is free when it came
+            ring.write(wire.EARLY, wire.encode_given(Given({step: named}, {}), time.time()), is_step=True)
+        self._early = Given({}, {})
 
     def _try(self, take: Callable[[], None]) -> None:
         if os.getpid() != self._pid:
@@ -202,7 +198,7 @@ class Recording:
 
     def _take_given(self, given: Given) -> None:
         """Take what came with steps that are not measured; it waits where the ring has no room."""
-        self._given.add(given._replace(scalars=self._take_unsent(given.scalars)), _MOST_GIVEN)
+        self._given.add(given, _MOST_GIVEN)
         self._send_given(self._open_ring(wire.encode_given(self._given, 0.0)))
         os.eventfd_write(self._wake, 1)
 
@@ -221,10 +217,10 @@ class Recording:
     def _take(self, frame: StepFrame) -> None:
         self._exits.forget()
         self._warn_hidden(min([frame.step, *frame.earlier_scalars]))
-        frame = replace(frame, earlier_scalars=self._take_unsent(frame.earlier_scalars))
         pieces = wire.encode_step(frame, self._sites.get(frame.sites, self._sites_sent))
         length = sum(piece.nbytes for piece in pieces)
         ring = self._open_ring(pieces)
+        self._send_early(ring)
         if not ring.fits(length):
             self._drop(ring, frame, f"a step of {length} bytes is too large for it: pass ring_bytes={4 * length}")
         elif not self._write_step(ring, frame.sites, pieces):
@@ -305,7 +301,7 @@ class Recording:
         ring = self._ring
         if ring is not None and not self._is_over():
             ring.wanted = ring.head  # else it is written later
-            self._reaches(ring, "tail", ring.head, timeout, 0.02)
+            self._reaches(ring, "committed", ring.head, timeout, 0.02)
         return self.path
 
     def _reaches(self, ring: Ring, word: str, value: int, timeout: float, pause: float) -> bool:

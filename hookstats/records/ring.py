@@ -30,7 +30,7 @@ MAX_BYTES = 1 << 40
 
 # Words of the header. The one who writes records owns head, written, dropped, closed, wanted; the other one the rest.
 _WORDS = ("magic", "capacity", "head", "tail", "written", "judged", "dropped", "closed", "failed", "findings", "fed")
-_OFFSET = {name: 8 * number for number, name in enumerate((*_WORDS, "wanted"))}
+_OFFSET = {name: 8 * number for number, name in enumerate((*_WORDS, "wanted", "committed"))}
 
 
 class RingError(RunError):
@@ -47,7 +47,8 @@ class Record(NamedTuple):
 
 
 class Ring:
-    """``head``, ``tail``: positions; ``wanted``: up to which the writer is to commit now. ``written``: records so far.
+    """``head``, ``tail``: positions; ``wanted``: up to which the writer is to commit now; ``committed``: up to which it
+    has, though what was early may still take room. ``written``: records so far.
 
     ``capacity``: bytes for records. The others as their owner uses them.
     """
@@ -64,6 +65,7 @@ class Ring:
     findings: int
     fed: int
     wanted: int
+    committed: int
 
     def __init__(self, path: Path) -> None:
         """Maps a ring that `create` has made. RingError where it is none."""

@@ -32,9 +32,13 @@ LARGE = 16 << 20  # bytes: such a file is not made larger, so that one step is n
 
 
 class Progress(NamedTuple):
-    """The state of an attempt on the disk. consumed: a position in its ring; records: measured steps."""
+    """The state of an attempt on the disk. consumed, held: positions in its ring; records: measured steps.
+
+    held: from there on, what was early is still waited for, although it was consumed.
+    """
 
     consumed: int = 0
+    held: int = 0
     records: int = 0
     turn: int = 1
     last: int | None = None  # the last step of this turn, measured or not
@@ -44,7 +48,7 @@ class Store:
     """Opens or makes the directory of a rank. One process at a time may have it open: who writes holds a lock.
 
     OSError from any method: nothing of the open commit has come to count, and this object is done for; a new Store on
-    the same directory begins with what was committed, which `read_consumed` says. SchemaError for another version's
+    the same directory begins with what was committed, which `read_progress` says. SchemaError for another version's
     run. ``set_aside``: what could not be read, with the reason.
     """
 
@@ -87,7 +91,7 @@ class Store:
         except Damaged as error:
             self.put_aside(error)
             return None
-        return Progress(footer.consumed, footer.records, name.turn, name.last)
+        return Progress(footer.consumed, footer.held, footer.records, name.turn, name.last)
 
     def put_aside(self, error: Damaged) -> None:
         self.set_aside.append(error)
@@ -142,11 +146,11 @@ class Store:
         for path in self.folder.glob(f"*/*{files.TEMPORARY}"):
             if path.parent.name in SCHEMAS and path.name.startswith(("open.", "merged.")):
                 path.unlink()
-        self._progress = self._progress_of(attempt)
+        self._progress = self.read_progress(attempt)
         self._attempt = known
 
-    def _progress_of(self, attempt: int) -> Progress:
-        """Return what the last commit says, in whatever table can be read."""
+    def read_progress(self, attempt: int) -> Progress:
+        """Return what the last commit says, in whatever table can be read; zeros for an attempt not begun."""
         found = [Progress()]
         for table, names in list_parts(self.folder).counting.items():
             for name in [each for each in names if each.attempt == attempt][-1:]:
@@ -155,11 +159,7 @@ class Store:
             (turn, last) for (number, turn), last in list_parts(self.folder).reached.items() if number == attempt
         ]
         turn, last = max(reached, default=(1, None))
-        return Progress(max(each.consumed for each in found), max(each.records for each in found), turn, last)
-
-    def read_consumed(self, attempt: int) -> int:
-        """Return the position in the attempt's ring up to which all is committed; 0 for an attempt not begun."""
-        return self._progress_of(attempt).consumed
+        return max(found, key=lambda each: each[:3])._replace(turn=turn, last=last)
 
     def add(self, frame: StepFrame) -> None:
         """A step, which counts with the next `commit`; until then its memory must stay as it is."""
@@ -176,13 +176,12 @@ class Store:
             [frame.step],
         )
 
-    def add_given(self, given: Given, time: float, is_early: bool = False) -> None:
+    def add_given(self, given: Given, time: float) -> None:
         """Add what was given with steps that are not recorded; it counts with the next `commit`.
 
-        time: when it came, in seconds since the epoch. is_early: it belongs to the step that is added next.
+        time: when it came, in seconds since the epoch.
         """
-        attempt, record = self._require_attempt(), self._progress.records + self._added if is_early else -1
-        self._take(encoding.Taken(0, round(time * 1e6), attempt.attempt, record, given), [])
+        self._take(encoding.Taken(0, round(time * 1e6), self._require_attempt().attempt, -1, given), [])
 
     def _take(self, taken: encoding.Taken, numbers: list[int]) -> None:
         self._taken.append(taken)
@@ -208,21 +207,24 @@ class Store:
             raise RuntimeError("expected begin(attempt, settings) before this")
         return self._attempt
 
-    def commit(self, consumed: int) -> None:
-        """Make all that was added count, with the ring consumed up to here; or, with an OSError, nothing of it."""
+    def commit(self, consumed: int, held: int | None = None) -> None:
+        """Make all that was added count, with the ring consumed up to here; or, with an OSError, nothing of it.
+
+        held: see `Progress`; None: nothing is.
+        """
         attempt, before = self._require_attempt(), self._progress
         self._flush()
         if not self._numbers:
             return
         first, last = self._numbers
         turn = before.turn + (before.last is not None and first <= before.last)
-        after = Progress(consumed, before.records + self._added, turn, last)
+        after = Progress(consumed, consumed if held is None else held, before.records + self._added, turn, last)
         self._part("steps")  # also where there is none: it says that the others count
         if len(self._sites) > self._written_sites:
             files.write_json(self.folder / "sites.json", {"sites": [list(site) for site in self._sites]})
             self._written_sites = len(self._sites)
         for part in self._open.values():
-            part.close(after.consumed, after.records)
+            part.close(*after[:3])
         for table in sorted(self._open, key=lambda table: table == "steps"):
             self._open[table].rename(Name(attempt.attempt, turn, first, last))
             files.sync_directory(self.folder / table)
@@ -275,7 +277,7 @@ class Store:
             for rows in self._merge_rows(table, names):
                 merged.write(rows)
                 between()
-            merged.close(max(each.consumed for each in told), max(each.records for each in told))
+            merged.close(*told[-1][:3])
         except Damaged as error:
             merged.abandon()
             return self.put_aside(error)

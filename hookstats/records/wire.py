@@ -17,7 +17,7 @@ from hookstats.numbers.given import Given
 from hookstats.numbers.ranks import StepRanks, drifts_from_json, drifts_to_json
 from hookstats.records.ring import RingError
 
-SITES, STEP, OVERHEAD, GIVEN, EARLY = 1, 2, 3, 4, 5  # kinds of records; EARLY: what was given before the next step
+SITES, STEP, OVERHEAD, GIVEN, EARLY = 1, 2, 3, 4, 5  # kinds of records; EARLY: what a later one is to bring again
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import select
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -68,8 +68,10 @@ class Intake:
         self._store = store
         store.begin(attempt.attempt, attempt.settings)
         self._sites = KnownSites(_sites_path(self.ring_path))
-        self._position = max(self.ring.tail, store.read_consumed(attempt.attempt))
-        self.ring.tail = self._position
+        progress = store.read_progress(attempt.attempt)
+        self._done = self.ring.committed = max(self.ring.committed, progress.consumed)  # but for what is early
+        self._position = self.ring.tail = max(self.ring.tail, progress.held)
+        self._early: dict[int, tuple[int, float, dict[str, float]]] = {}  # by step: where in the ring, when, scalars
         self._sinks = [from_spec(spec) for spec in judges["sinks"]]
         self._rank = int(attempt.settings.get("rank", 0))
         self._judge = _resume_judge(
@@ -89,7 +91,7 @@ class Intake:
     def serve(self) -> bool:
         """Do what cannot wait. False: there was nothing to read."""
         came = self.read()
-        is_wanted = self.ring.tail < min(self.ring.wanted, self._position)
+        is_wanted = self.ring.committed < min(self.ring.wanted, self._position)
         if is_wanted or (self._since is not None and time.monotonic() - self._since > PART_SECONDS):
             self.commit()
         return came
@@ -99,22 +101,28 @@ class Intake:
         came = False
         for record in self.ring.read(self._position):
             came = True
-            if record.kind == wire.SITES:
+            if record.kind == wire.EARLY:
+                given, when = wire.decode_given(record.payload)
+                self._early |= {step: (self._position, when, named) for step, named in given.scalars.items()}
+            elif record.end <= self._done:
+                pass  # it lay behind something early that is still waited for
+            elif record.kind == wire.SITES:
                 self._sites.add(record.payload.tobytes())
             elif record.kind == wire.OVERHEAD:
                 self._told["overhead"] = wire.decode_overhead(record.payload.tobytes())
-            elif record.kind in (wire.GIVEN, wire.EARLY):
-                self._take_given(*wire.decode_given(record.payload), record.kind == wire.EARLY)
+            elif record.kind == wire.GIVEN:
+                self._take_given(*wire.decode_given(record.payload))
             else:
                 self._take(record.number, wire.decode_step(record.payload, self._sites.known))
             self._position = record.end
             self.ring.judged = max(self.ring.judged, record.number + 1)
-            if self._store.size >= PART_BYTES or self._position - self.ring.tail > self.ring.capacity // 3:
+            if self._store.size >= PART_BYTES or self._position - self.ring.committed > self.ring.capacity // 3:
                 self.commit()
         return came
 
     def _take(self, number: int, frame: StepFrame) -> None:
         """A step that an earlier writer had taken, but not committed, is not told once more."""
+        self._take_early(frame.step, {*frame.earlier_scalars, frame.step})
         if self._since is None:
             self._since = time.monotonic()
         found = [replace(each, rank=self._rank, attempt=self.attempt.attempt) for each in self._judge_step(frame)]
@@ -136,11 +144,21 @@ class Intake:
         finally:
             frame.earlier_scalars, frame.sample_ids = own
 
-    def _take_given(self, given: Given, when: float, is_early: bool) -> None:
+    def _take_early(self, step: int | None, brought: Collection[int]) -> None:
+        """Take what was early: of steps that are brought now nothing, of others before `step` all. None: of all."""
+        for each, (_, when, named) in list(self._early.items()):
+            if each in brought or step is None or each < step:
+                del self._early[each]
+                if each not in brought:
+                    self._take_given(Given({each: named}, {}), when)
+
+    def _take_given(self, given: Given, when: float) -> None:
         """Take what was given with steps that are not measured, or not recorded."""
+        for step in given.scalars:
+            self._early.pop(step, None)
         if self._since is None:
             self._since = time.monotonic()
-        self._store.add_given(given, when, is_early)
+        self._store.add_given(given, when)
         self._waiting.add(given, _MOST_WAITING)
 
     def _feed(self, frame: StepFrame, found: list[Finding]) -> list[Finding]:
@@ -161,10 +179,12 @@ class Intake:
 
     def commit(self) -> None:
         """Bring what was taken to the disk, and free its room in the ring."""
-        if self._position > self.ring.tail:
+        if self._position > self.ring.committed or self._since is not None:
+            held = min((begin for begin, *_ in self._early.values()), default=self._position)
             self._sites.keep()
-            self._store.commit(self._position)
-            self.ring.tail = self._position
+            self._store.commit(self._position, held)
+            self.ring.committed = self._position
+            self.ring.tail = held
             self._remember()
         self._since = None
 
@@ -175,6 +195,7 @@ class Intake:
 
     def finish(self, is_torn: bool = False) -> None:
         """Finish: nothing more comes, and the empty ring is taken away."""
+        self._take_early(None, ())
         self.commit()
         for sink in self._sinks:
             with suppress(Exception):
@@ -284,7 +305,7 @@ def _drain_left(store: Store, folder: Path, number: int) -> bool:
     try:
         intake = Intake(store, folder, attempt)
     except FileNotFoundError:
-        if store.read_consumed(number):  # it died when its ring was written, and taken away
+        if store.read_progress(number).consumed:  # it died when its ring was written, and taken away
             store.begin(number, {})
             store.finish(number, describe_death(attempt.noted))
         else:  # before its first step

@@ -73,6 +73,8 @@ class Delivery:
 
     def send(self, step: int, scalars: Scalars, totals_only: bool) -> None:
         """Empties the state, whose numbers are those of this step."""
+        if self._joined is not None:  # whose part of the step may never come
+            self._send_early(step, scalars)
         try:
             left_out = self._binder.skipping.take()
             self._pending.append(
@@ -94,10 +96,14 @@ class Delivery:
             self._binder.warn_once("scalars", f"scalars of step {step} could not be copied: {error!r}")
         if self._kept.is_full:
             self.send_scalars()
-        elif scalars.names and not scalars.tensors:  # they are here already, should the process be killed
-            given = Given({step: self._kept.rows[-1].named}, {})
-            own = self.recorders if self._joined is None else self._own  # of all ranks together they are means
-            self._present([(each, each.take_early, given) for each in own])
+        else:
+            self._send_early(step, scalars)
+
+    def _send_early(self, step: int, scalars: Scalars) -> None:
+        """Give scalars to the recorders, should the process be killed, if they are here already."""
+        if scalars.names and not scalars.tensors:
+            given = Given({step: dict(zip(scalars.names, scalars.numbers, strict=True))}, {})
+            self._present([(each, each.take_early, given) for each in self.recorders])
 
     def send_scalars(self) -> None:
         """Send the kept scalars to the recorders, without a measured step."""
@@ -112,7 +118,7 @@ class Delivery:
             self._binder.warn_once("scalars", f"scalars of {len(kept.rows)} steps could not be copied: {error!r}")
 
     def send_left(self) -> None:
-        """Send scalars that no measured step has brought, at the end of the process."""
+        """Send scalars that no measured step has brought."""
         self.send_scalars()
         self.receive(wait=True)
 

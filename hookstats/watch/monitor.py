@@ -264,6 +264,7 @@ class Monitor:
         end = time.monotonic() + check_seconds("recorded", timeout)
         self._delivery.receive(wait=True)
         self._delivery.wait_for_ranks(timeout)
+        self._delivery.send_left()
         return self._judging.wait_until_written(end - time.monotonic())
 
     def laws(self) -> Laws:

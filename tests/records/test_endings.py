@@ -7,14 +7,18 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import hookstats
 from hookstats.__main__ import main
 from hookstats.records.endings import Exits, ending_of, is_death
 from tests.conftest import ROOT
+from tests.ranks import outcomes
 from tests.records import recorded
 
 # Every fifth step is measured; the last is 16, so that the losses of one step come after the last measured one.
@@ -229,3 +233,33 @@ print(len(hookstats.load("run")), [each.rule for each in recording.findings()])
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert done.stdout == "1 ['mine 0']\n", done.stderr
+
+
+def is_killed(rank: int, world: int, folder: str) -> None:
+    """Train 17 steps, of which every fifth is measured; then both ranks are killed, the last step not yet merged."""
+    model = torch.nn.Linear(4, 4)
+    sinks = [hookstats.record(f"{folder}/{name}", rules=[], every_rank=name == "each") for name in ("all", "each")]
+    monitor = hookstats.attach(model, every=5, process_group=dist.group.WORLD, sinks=sinks)
+    for step in range(17):
+        model(torch.ones(2, 4)).sum().backward()
+        monitor.step(loss=step + rank / 2)
+        if step == 7:
+            monitor.check(timeout=60)  # the first two have been merged
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_ranks_that_are_killed_have_left_the_scalars_of_all_steps(tmp_path: Path) -> None:
+    """Merged or not: means where a step was merged, else those of the first rank."""
+    assert [each.code for each in outcomes(is_killed, 2, str(tmp_path))] == [-9, -9]
+    for name, rank in (("all", 0), ("each", 0), ("each", 1)):
+        load = partial(hookstats.load, tmp_path / name, ranks=rank)
+        recorded.wait_for(lambda load=load: load().attempts[0]["ended"])
+        run = load()
+        merged = {snapshot.step for snapshot in run if snapshot.ranks == (0, 1)}
+        steps, losses = run.history("loss")
+        assert steps.tolist() == list(range(17))
+        assert losses.tolist() == [step + (0.25 if step in merged else rank / 2) for step in range(17)]
+        if name == "all":
+            assert {0, 5} <= merged <= {0, 5, 10, 15}
+        else:
+            assert (run.steps, merged) == ([0, 5, 10, 15], set())

@@ -255,7 +255,7 @@ def script(directory: Path) -> None:
     store = Store(directory / "rank=0")
     if not ended(directory / "rank=0"):
         store.begin(0, {})
-        for step in range(store.read_consumed(0), 18):
+        for step in range(store.read_progress(0).consumed, 18):
             store.add(recorded.measured(step))
             if step % 2:
                 store.commit(step + 1)
@@ -359,7 +359,7 @@ assert "torch" not in sys.modules and "pandas" not in sys.modules
 folder = Path(sys.argv[1]) / "rank=0"
 if not (folder / "a0000.json").exists() or read_attempt(folder, 0).ended is None:
     store.begin(0, {})
-    for step in range(store.read_consumed(0), 60):
+    for step in range(store.read_progress(0).consumed, 60):
         store.add(recorded.measured(step))
         if step % 3 == 2:
             store.commit(step + 1)
@@ -399,8 +399,8 @@ def test_an_attempt_goes_on_after_its_writer_died_and_not_after_it_ended(tmp_pat
     store.commit(100)
     store.add(recorded.measured(1))  # is lost with its writer, and comes again
     store = Store(tmp_path)
-    assert store.read_consumed(3) == 100
-    assert store.read_consumed(4) == 0
+    assert store.read_progress(3).consumed == 100
+    assert store.read_progress(4).consumed == 0
     store.begin(3, {"a": 2})
     store.add(recorded.measured(1))
     with pytest.raises(ValueError, match="the attempt that was begun, 3"):
