@@ -20,7 +20,7 @@ report-example: .venv/.demo  ## a small GPT with two illnesses that were put in,
 	$(PY) docs/report_example.py --output build/example
 
 .PHONY: rule-pictures
-rule-pictures: .venv/.dev  ## a picture of an ill run for each rule, and the sections of docs/rules.md (needs Chromium)
+rule-pictures: .venv/.dev  ## a picture of an ill run for each rule (needs Chromium)
 	PYTHONPATH=. $(PY) docs/rules_pictures.py
 
 test: .venv/.dev        ## the whole test suite, one torch thread in each process
@@ -126,7 +126,7 @@ DOCS_NEED = $(shell sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d 
 docs:                   ## the site, into build/site; a dead link or any other warning is an error
 	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
 	$(DOCS)/bin/python -m pip install -q $(DOCS_NEED)
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 clean:
 	rm -rf .venv build hookstats/_built.json hookstats/_kernels.so hookstats/_ops.so hookstats/_glue *.egg-info

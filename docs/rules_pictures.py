@@ -1,8 +1,8 @@
-"""The pictures and the sections of docs/rules.md: an ill training for each rule, as the report shows it.
+"""The pictures of the rules' sections: an ill training for each rule, as the report shows it.
 
     python docs/rules_pictures.py [NAME ...]    some rules alone; without a name all, in about five minutes
 
-The text is that of the rules' docstrings. Needs Chromium, and `pip install '.[dev]'`.
+Needs Chromium, and `pip install '.[dev]'`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.illnesses.training import ILL, run, seeded
 from hookstats import Site, Snapshot, report
 from hookstats.report.record import Recorded
 from hookstats.report.writing import kind_of_rule, kinds_of
-from hookstats.rules import book, judge
+from hookstats.rules import judge
 from tests.cluster import drifting
 from tests.identities import test_adjoint as adjoint
 from tests.identities import trainings as identities
@@ -28,7 +28,6 @@ from tests.report.browser import Browser
 from tests.rules import fleet, outside, tokens
 
 PAGE = Path(__file__).with_name("rules.md")
-BEGIN = "## Each rule\n\n"  # the last section of the page
 WIDE = 720
 # Of each rule a training: of benchmarks/illnesses, with its kind of model, of tests/rules/fleet, or of tests/language.
 SHOWN = {
@@ -171,17 +170,11 @@ def shot(
         browser.picture(to, clip={"x": 16, "y": top - 8, "width": WIDE - 32, "height": end - top + 4})
 
 
-def write_sections() -> None:
-    text = PAGE.read_text()
-    PAGE.write_text(text[: text.index(BEGIN)] + BEGIN + book.markdown())
-
-
 def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     for rule in sys.argv[1:] or SHOWN:
         picture(rule)
-    write_sections()
 
 
 if __name__ == "__main__":

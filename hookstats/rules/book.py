@@ -53,7 +53,7 @@ def page(name: str) -> RulePage:
 
 
 def markdown() -> str:
-    """A section for each rule, as docs/rules.md has them."""
+    """A section for each rule, as the site has them: docs/rules_sections.py."""
     sections = []
     for each in pages():
         first, *others = each.paragraphs

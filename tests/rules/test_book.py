@@ -1,6 +1,10 @@
-"""The book of rules: its pages are the docstrings, docs/rules.md has them, and `hookstats rule` prints them."""
+"""The book of rules: its pages are the docstrings, the site has them, and `hookstats rule` prints them."""
 
 from __future__ import annotations
+
+import re
+import runpy
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,11 +25,22 @@ def test_a_page_has_its_parts_and_the_name_of_the_findings(page: book.RulePage) 
     assert "``" not in "".join(page.paragraphs)
 
 
-def test_the_page_of_the_docs_has_all_of_them_each_with_its_picture() -> None:
-    text = (ROOT / "docs" / "rules.md").read_text()
-    assert text.endswith(book.markdown()), "run: make rule-pictures"
+def test_the_site_has_a_section_for_each_each_with_its_picture() -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="rules.md"))
+    made = runpy.run_path(str(ROOT / "docs" / "rules_sections.py"))["on_page_markdown"]("Above", page=page, config={})
+    assert made.startswith("Above\n### ")
+    assert re.findall("^### (.*)$", made, re.MULTILINE) == [page.name for page in book.pages()]
     for page in book.pages():
+        assert f"(rules/{page.name}.png)" in made
         assert (ROOT / "docs" / "rules" / f"{page.name}.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_links_to_sections_of_rules_lead_to_rules() -> None:
+    names = {page.name for page in book.pages()}
+    own = {"each-rule", "what-a-jump-of-the-loss-means", "where-nan-began", "a-rule-of-your-own"}
+    for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for anchor in re.findall(r"rules\.md#([\w-]+)", path.read_text()):
+            assert anchor in names | own, f"{path.name}: {anchor}"
 
 
 def test_the_command_prints_a_page_or_all_names(capsys: pytest.CaptureFixture[str]) -> None:
