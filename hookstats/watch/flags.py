@@ -84,6 +84,7 @@ class TrainingOnly:
         root = unwrap(model)
         self._root = weakref.ref(root)
         self._wanted = wanted
+        self._is_decided = wanted is False
         self._enabled = flags.enabled
         part = _native.now.add(self._enabled)
         setattr(MONITORS, flags.monitor, part)
@@ -91,11 +92,13 @@ class TrainingOnly:
         self.begin_step()
 
     def begin_step(self) -> None:
+        if self._is_decided:
+            return
         root = self._root()
-        if root is None or self._wanted is False or not self._at_its_end.alive:
+        if root is None or not self._at_its_end.alive:
             return
         if self._wanted or root.training:
-            self._wanted = True
+            self._is_decided = True
             self._enabled.decide_by(root)
 
     def is_evaluating(self) -> bool:

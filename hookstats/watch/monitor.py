@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,6 +31,7 @@ from hookstats.watch.scalars import Scalars
 from hookstats.watch.scaling import Scaling
 from hookstats.watch.taps import Taps
 
+_UNTIMED = nullcontext()
 _JOIN_SECONDS = 30.0  # that `Monitor.detach` waits for other ranks
 
 
@@ -149,8 +150,9 @@ class Monitor:
                 "snapshots have the numbers that were given, and cannot be told apart or sorted by these",
             )
         checked = self._scalars(scalars, sample_ids)
-        with self._stopwatch.closing(self._measured):
+        with self._stopwatch.closing(self._measured) if self._stopwatch.is_timing else _UNTIMED:
             self._end_step(number, checked)
+        self._stopwatch.start()
         if self._budget is not None:
             self._budget.end_step(self._stopwatch.last)
         snapshot = self._delivery.fetch()
@@ -159,8 +161,8 @@ class Monitor:
         return snapshot
 
     def _end_step(self, number: int, checked: Scalars) -> None:
-        self._binder.collect_failures()
         if self._measured and self._handles:
+            self._binder.collect_failures()
             self._parameters.close_step()
             self._binder.skipping.warn_common()
             is_full = self._closed % self._channels_every == 0 or self._judging.is_escalated(self._step)
@@ -202,8 +204,10 @@ class Monitor:
         self._set_flags()
 
     def _scalars(self, given: dict[str, Any], sample_ids: Any = None) -> Scalars:
-        of_scaler = self._scaling.marks() if self._measured else None
-        return Scalars(self._parameters.scalars(given.get("loss")) | given, of_scaler, sample_ids)
+        if not self._measured:
+            return Scalars(given, None, sample_ids)
+        named = self._parameters.scalars(given.get("loss")) | given
+        return Scalars(named, self._scaling.marks(), sample_ids)
 
     def _is_due(self) -> bool:
         if self._budget is not None:

@@ -16,8 +16,8 @@ from torch import nn
 from hookstats import _native
 from hookstats.watch.flags import Flags
 
-_FIRST, _APART, _TIMED_STEPS = 8, 8, 16  # the first measured steps are timed, then each eighth, 16 in all
-_LAST_STEPS = 32  # skipped ones that are remembered
+_FIRST, _APART, _TIMED_STEPS = 8, 8, 16  # the first steps of a kind are timed, then each eighth; of measured ones 16
+_LAST_STEPS = 32  # skipped ones that are remembered, of those that were timed
 _CALLS, _ROUNDS = 200, 5  # of a module that does nothing, with and without a hook
 
 
@@ -28,9 +28,9 @@ class Overhead(NamedTuple):
     the parts as in the whole: their share stays.
 
     ``measured_host``, ``skipped_host``: what hookstats' hooks (and torch's calls of them) and `Monitor.step` take of
-    the host, kernels included where they run there; of 16 measured steps (the first eight, then each eighth; the first
-    two steps of the run are not among them), and of the last 32 that were skipped. What is inside a compiled graph is
-    not in these.
+    the host, kernels included where they run there; of the first eight steps of a kind, then of each eighth (the first
+    two steps of the run are not among them): of 16 measured ones, and of the last 32 that were skipped. What is inside
+    a compiled graph is not in these.
 
     ``measured_step``, ``skipped_step``: the whole step, from one `Monitor.step` to the next, on the GPU's clock if
     there is one. Their difference is what kernels take of a GPU, and what a compiled graph does for hookstats, with the
@@ -96,40 +96,55 @@ class Stopwatch:
         self._device = device
         self._timed: list[_native.Times] = []
         self._ended: list[tuple[_Mark, _Mark]] = []  # of those timed, as far as they have ended
-        self._measured_steps = 0  # without the first two steps
+        self._turns = {True: 0, False: 0}  # measured steps, and skipped ones, without the first two steps
         self._closing: deque[float] = deque(maxlen=_LAST_STEPS)  # Monitor.step alone, of steps that were skipped
         self._skipped: deque[tuple[_Mark, _Mark]] = deque(maxlen=_LAST_STEPS)
-        self._begun: _Mark | None = None
+        self._begun: _Mark | None = None  # of a step that is timed
+        self._times: _native.Times | None = None  # of a measured step that is timed
+        self._has_stepped = self._will_time = False
         self.last: TimedStep | None = None  # that has ended
         self._us_of_a_hook: float | None = None
 
+    @property
+    def is_timing(self) -> bool:
+        """Tell whether the step that runs is timed."""
+        return self._begun is not None
+
     @contextmanager
     def closing(self, measured: bool) -> Iterator[None]:
-        """Wrap `Monitor.step`: end a step of this kind, and set the stopwatch for the next one."""
-        begun, at = self._begun, time.perf_counter()
-        times = self._flags.enabled.times
+        """Wrap `Monitor.step`, where it ends a step of this kind that is timed."""
+        begun, at, times = self._begun, time.perf_counter(), self._times
+        assert begun is not None
         with self._flags.span():
             yield
-        self._begun = self._mark()
-        self.last = None if begun is None else TimedStep(begun, self._begun, times)
-        if begun is not None and times is not None:
-            self._ended.append((begun, self._begun))
-        elif begun is not None and not measured:
-            self._skipped.append((begun, self._begun))
+        self.last = TimedStep(begun, self._mark(), times)
+        if times is not None:
+            self._ended.append((begun, self.last.after))
+        elif not measured:
+            self._skipped.append((begun, self.last.after))
             self._closing.append(1e6 * (time.perf_counter() - at))
 
     def begin(self, measured: bool, always: bool = False) -> None:
         """The step that begins now is measured, or is not. always: time it in any case."""
-        timed = measured and self._begun is not None and (self._is_its_turn() or always)
-        self._flags.enabled.times = _native.Times() if timed else None
-        if self._flags.enabled.times is not None:
-            self._timed.append(self._flags.enabled.times)
+        self._will_time = self._has_stepped and (self._is_its_turn(measured) or always)
+        times = _native.Times() if measured and self._will_time else None
+        if times is not self._times:
+            self._flags.enabled.times = self._times = times
+        if times is not None:
+            self._timed.append(times)
 
-    def _is_its_turn(self) -> bool:
-        """Choose measured steps that are spread over the run: in its first ones the machine may be busy."""
-        turn = self._measured_steps
-        self._measured_steps += 1
-        return len(self._timed) < _TIMED_STEPS and (turn < _FIRST or turn % _APART == 0)
+    def start(self) -> None:
+        """Set the stopwatch for the step that has begun, if that is timed."""
+        self._has_stepped = True
+        self._begun = self._mark() if self._will_time else None
+
+    def _is_its_turn(self, measured: bool) -> bool:
+        """Choose steps that are spread over the run: in its first ones the machine may be busy."""
+        turn = self._turns[measured]
+        self._turns[measured] += 1
+        if measured and len(self._timed) >= _TIMED_STEPS:
+            return False
+        return turn < _FIRST or turn % _APART == 0
 
     def _mark(self) -> _Mark:
         is_gpu = self._device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
@@ -140,7 +155,7 @@ class Stopwatch:
         if self._us_of_a_hook is None:
             self._us_of_a_hook = _us_of_a_hook(idle_hook)
         paused = self._us_of_a_hook
-        timed = [times for times in self._timed if times is not self._flags.enabled.times]
+        timed = [times for times in self._timed if times is not self._times]
         calls = fmean([float(times.calls) for times in timed] or [float(hooks)])
         return Overhead(
             measured_host=_mean(times.host_us for times in timed) + calls * paused,
