@@ -26,19 +26,20 @@ class Choice(NamedTuple):
     share: float
 
 
-def choose(share: float, bare: float, whole: float, part: float) -> Choice:
+def choose(share: float, bare: float, idle: float, whole: float, part: float) -> Choice:
     """Return the most that stays within a share of the time of a step: every step rather than every row.
 
-    bare: the time of a step that is not measured. whole, part: what is added by measuring all rows, and one of 8. It is
-    taken for a fixed time, and one for each row that is read. Some steps are read in full whatever is chosen.
+    bare: the time of a step that is not measured; idle: what hookstats takes of it all the same. whole, part: what is
+    added by measuring all rows, and one of 8. It is taken for a fixed time, and one for each row that is read. Some
+    steps are read in full whatever is chosen.
     """
     most, in_full = _ROWS[-1], WHOLE_STEPS / AGAIN
     of_rows = max(whole - part, 0.0) / (1 - 1 / most)
     added = {rows: max(whole - of_rows, 0.0) + of_rows * (in_full + (1 - in_full) / rows) for rows in _ROWS}
-    allowed = share * bare
+    allowed = share * bare - idle
     every = _MOST if added[most] >= _MOST * allowed else max(math.ceil(added[most] / allowed), 1)
     rows = next((rows for rows in _ROWS if added[rows] <= every * allowed), most)
-    return Choice(every, rows, added[rows] / every / bare)
+    return Choice(every, rows, (idle + added[rows] / every) / bare)
 
 
 class Budget:
@@ -53,13 +54,18 @@ class Budget:
         share: float,
         stopwatch: Stopwatch,
         sampling: Sampling,
+        idle: Callable[[], float],
         agree: Callable[[list[float]], list[float]],
     ) -> None:
-        """agree: the largest of each number, over all ranks that measure together; they wait for each other, once."""
+        """idle: microseconds that hookstats takes of a step that is not measured; NaN: not known.
+
+        agree: the largest of each number, over all ranks that measure together; they wait for each other, once.
+        """
         self.choice: Choice | None = None
         self._share = share
         self._stopwatch = stopwatch
         self._sampling = sampling
+        self._idle = idle
         self._agree = agree
         self._begun = 0  # steps
         self._timed: dict[str, list[TimedStep]] = {kind: [] for kind in _KINDS}
@@ -94,15 +100,17 @@ class Budget:
         bare, *measured = shortest
         hosts = [min((each.host_us for each in self._timed[kind]), default=0.0) for kind in _KINDS[1:]]
         added = [max(us - bare, host) for us, host in zip(measured, hosts, strict=True)]
-        bare, whole, part = self._agree([bare, *added])
+        idle = self._idle()
+        bare, idle, whole, part = self._agree([bare, 0.0 if math.isnan(idle) else idle, *added])
         self._timed.clear()
-        self.choice = choose(self._share, bare, whole, part)
+        self.choice = choose(self._share, bare, idle, whole, part)
         self._sampling.let_go(self.choice.rows)
         _log.info(
-            "budget=%g: a step takes %.2f ms, measuring it in full adds %.2f ms, and one of %d rows %.2f ms: with "
-            "every=%d and rows=%d about %.2g %% is added",
+            "budget=%g: a step takes %.2f ms, %.2f of them for hooks; measuring it in full adds %.2f ms, and one of %d "
+            "rows %.2f ms: with every=%d and rows=%d about %.2g %% is added",
             self._share,
             bare / 1e3,
+            idle / 1e3,
             whole / 1e3,
             _ROWS[-1],
             part / 1e3,
@@ -112,8 +120,10 @@ class Budget:
         )
         if self.choice.share > self._share:
             _log.warning(
-                "budget=%g: measuring one step in %d adds %.2g %% to all of them; choose fewer modules= or tensors=",
+                "budget=%g: measuring one step in %d adds %.2g %% to all of them, hooks by themselves %.2g %%; "
+                "choose fewer modules= or tensors=",
                 self._share,
                 self.choice.every,
                 100 * self.choice.share,
+                100 * idle / bare,
             )

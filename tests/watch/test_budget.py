@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import hookstats
+from hookstats.watch import overhead
 from tests import ranks
 
 TIMED = 28  # steps, and ten of the chosen ones are read in full
@@ -86,6 +87,17 @@ def test_as_many_steps_as_fit_are_measured_and_then_as_many_rows(
     assert f"with every={every} and rows={rows} about" in caplog.text
     spent = sum(map(of_rows, after[10:])) / (len(after[10:]) * every * 1000)
     assert spent <= budget
+
+
+def test_what_hooks_take_of_steps_that_are_not_measured_counts(
+    clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overhead, "_us_of_a_hook", lambda hook: 2.5e6)  # of two modules
+    with caplog.at_level(logging.INFO, "hookstats"):
+        monitor, _ = trained(clock, 0.026, of_rows, TIMED + 2)
+    assert (monitor.overhead().every, monitor.overhead().rows) == (1, 4)  # 21 seconds of 1,000 are left
+    assert "a step takes 1000000.00 ms, 5000.00 of them for hooks" in caplog.text
+    assert "about 2.6 % is added" in caplog.text
 
 
 def test_what_hinders_a_single_step_of_a_kind_changes_nothing(clock: Clock) -> None:
