@@ -94,8 +94,8 @@ def test_what_hooks_take_of_steps_that_are_not_measured_counts(
 ) -> None:
     monkeypatch.setattr(overhead, "_us_of_a_hook", lambda hook: 2.5e6)  # of two modules
     with caplog.at_level(logging.INFO, "hookstats"):
-        monitor, _ = trained(clock, 0.026, of_rows, TIMED + 2)
-    assert (monitor.overhead().every, monitor.overhead().rows) == (1, 4)  # 21 seconds of 1,000 are left
+        monitor, _ = trained(clock, 0.031, of_rows, TIMED + 2)
+    assert (monitor.overhead().every, monitor.overhead().rows) == (1, 4)  # 26 seconds of 1,000 are left
     assert "a step takes 1000000.00 ms, 5000.00 of them for hooks" in caplog.text
     assert "about 2.6 % is added" in caplog.text
 
