@@ -11,8 +11,14 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import hookstats
 from hookstats.rules import Finding, identity, judge
@@ -21,19 +27,37 @@ from hookstats.rules.step import SiteIds, Step
 from tests import ranks
 from tests.identities.models import Llama, loss_of
 
-CASES = ("healthy", "an all-reduce is missing", "keys halved", "alone")
+CASES = ("healthy", "an all-reduce is missing", "keys halved", "alone", "sequence parallel", "partial norms")
 NORM, KEYS = "layers.1.norm1.weight", "layers.0.attention.k_proj.weight"
 
 
-def sharded(mesh: Any) -> Any:
+def sharded(mesh: Any, in_sequence: bool) -> Any:
+    """Cut a model's layers over two ranks, and the tokens between them if `in_sequence`; then over two that share it."""
     model = Llama()
-    columns, rows = ColwiseParallel(), RowwiseParallel()
-    plan = {f"attention.{name}_proj": columns for name in "qkv"} | {"attention.o_proj": rows, "mlp.down_proj": rows}
+    columns, rows = ColwiseParallel(), RowwiseParallel(output_layouts=Shard(1) if in_sequence else Replicate())
+    plan: dict[str, Any] = {f"attention.{name}_proj": columns for name in "qkv"}
+    plan |= {"attention.o_proj": rows, "mlp.down_proj": rows, "mlp.up_proj": columns, "mlp.gate_proj": columns}
+    if in_sequence:
+        gathered = {"input_layouts": (Shard(1),), "desired_input_layouts": (Replicate(),)}
+        plan |= {name: SequenceParallel() for name in ("norm1", "norm2")}
+        plan |= {name: PrepareModuleInput(**gathered) for name in ("attention", "mlp")}
+        embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        head = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+        parallelize_module(model, mesh["tp"], {"embedding": embedding, "norm": SequenceParallel(), "head": head})
     for layer in model.layers:
-        parallelize_module(layer, mesh["tp"], {**plan, "mlp.up_proj": columns, "mlp.gate_proj": columns})
+        parallelize_module(layer, mesh["tp"], plan)
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     return model
+
+
+def lose_all_reduce(module: nn.Module, _: Any) -> None:
+    """Let the gradient of a norm's weight, a summand on each rank, pass for the whole."""
+
+    def pass_for_whole(gradient: DTensor) -> DTensor:
+        return DTensor.from_local(gradient.to_local(), gradient.device_mesh, [Replicate()])
+
+    module.weight.register_hook(pass_for_whole)
 
 
 def trained(rank: int, world: int) -> dict[str, tuple[list[Finding], list[float]]]:
@@ -46,7 +70,10 @@ def _trained(rank: int, case: str) -> tuple[list[Finding], list[float]]:
     batch = torch.randint(0, 50, (2, 12), generator=torch.Generator().manual_seed(1))
     found = hookstats.find_identities(whole, lambda: whole(batch))
     torch.manual_seed(0)
-    model = sharded(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+    in_sequence = case in ("sequence parallel", "partial norms")
+    model = sharded(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), in_sequence)
+    if case == "partial norms":
+        model.get_submodule(NORM.rpartition(".")[0]).register_forward_pre_hook(lose_all_reduce)
     optimizer, taken = torch.optim.AdamW(model.parameters(), 1e-3), list[hookstats.Snapshot]()
     group = None if case == "alone" else dist.group.WORLD
     options = hookstats.Options(identities=found, strict=True)
@@ -122,15 +149,17 @@ def test_gradients_that_are_reduced_in_low_precision_are_judged_by_that() -> Non
         assert max(z) < 4
 
 
-def test_parts_of_all_ranks_fit_together(results: list[Any]) -> None:
-    found, z = results[0]["healthy"]
+@pytest.mark.parametrize("case", ["healthy", "sequence parallel"])
+def test_parts_of_all_ranks_fit_together(results: list[Any], case: str) -> None:
+    found, z = results[0][case]
     assert found == []
     assert len(z) == 3 * 11
     assert max(z) < 4
 
 
-def test_a_missing_all_reduce_is_named(results: list[Any]) -> None:
-    found, *_ = results[0]["an all-reduce is missing"]
+@pytest.mark.parametrize("case", ["an all-reduce is missing", "partial norms"])
+def test_a_missing_all_reduce_is_named(results: list[Any], case: str) -> None:
+    found, *_ = results[0][case]
     assert found
     assert all(f"gradient of {NORM} looks 0.5 times as large" in each.sentence for each in found), found
     assert all("Its sum over the ranks fits: an all-reduce is missing" in each.sentence for each in found)
