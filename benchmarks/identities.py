@@ -1,9 +1,10 @@
-"""Identities, what they find and cost: ``python -m benchmarks.identities coverage|healthy|fleet|adjoint|faults|cost``.
+"""Identities, what they find and cost: ``python -m benchmarks.identities COMMAND``.
 
 coverage: small models of many types, each judged at other parameters for another loss, in float64. healthy: the largest
 z of 28 kinds of models that train, in four precisions. fleet: alarms in the healthy trainings of benchmarks.illnesses.
+clients: the same in trainings like those of torchtitan and Megatron-LM, adjoint tests, too.
 adjoint: how far gradients are off in the adjoint tests of the same kinds.
-These four take names, too: of these alone. faults: gradients that are wrong in many ways, in three precisions, as the
+These five take names, too: of these alone. faults: gradients that are wrong in many ways, in three precisions, as the
 rule finds them in the first four steps. cost: of a measured step.
 """
 
@@ -29,6 +30,7 @@ import hookstats
 from benchmarks.illnesses import healthy as illnesses_healthy
 from benchmarks.illnesses import more_healthy, public_healthy, training
 from benchmarks.illnesses.training import KINDS
+from benchmarks.law_trainings import CLIENTS
 from hookstats.results import Identities
 from hookstats.rules import Finding, identity, judge, wrong_backward
 from hookstats.rules.identities import compare
@@ -177,83 +179,92 @@ def z_of(taken: list[hookstats.Snapshot]) -> list[float]:
 
 
 def healthy(kinds: list[str]) -> None:
-    print("| model | precision | evaluations | z: median | largest | findings |\n|---|---|---|---|---|---|")
-    totals = {precision: list[float]() for precision in HEALTHY_PRECISIONS}
-    for kind in kinds or HEALTHY_KINDS:
-        for precision, all_z in totals.items():
-            try:
-                findings, z = Training(kind, precision).train(10)
-            except Exception as error:  # transformers has kinds that do not run in each precision
-                print(f"| {kind} | {precision} | {type(error).__name__}: {str(error)[:60]} | | | |", flush=True)
-                continue
-            all_z += z
-            figures = f"{statistics.median(z):.2g} | {max(z):.2g}" if z else "- | -"
-            print(f"| {kind} | {precision} | {len(z)} | {figures} | {len(findings)} |", flush=True)
-    for precision, all_z in totals.items():
-        over = sum(z > 8 for z in all_z)
-        print(
-            f"| all | {precision} | {len(all_z)} | {statistics.median(all_z):.2g} | {max(all_z):.2g} | {over} over 8 |"
-        )
+    def measure(run: Training) -> tuple[list[float], int]:
+        findings, z = run.train(10)
+        return z, len(findings)
+
+    of_kinds(kinds, measure, 8)
 
 
 def adjoint(kinds: list[str]) -> None:
-    print("| model | precision | tests | off by: median | largest | findings |\n|---|---|---|---|---|---|")
+    def measure(run: Training) -> tuple[list[float], int]:
+        taken = run.measure(40, tensors=("adjoint",))
+        off = [each[site].total.rms for each in taken for site in each.order if site.tensor.startswith("adjoint.")]
+        return off, len(judge(taken, [wrong_backward]))
+
+    of_kinds(kinds, measure, 0.05)
+
+
+def of_kinds(kinds: list[str], measure: Callable[[Training], tuple[list[float], int]], limit: float) -> None:
+    """Print how far all kinds of models are off. measure: returns it, and how many findings there were."""
+    print("| model | precision | evaluations | off: median | largest | findings |\n|---|---|---|---|---|---|")
     totals = {precision: list[float]() for precision in HEALTHY_PRECISIONS}
     for kind in kinds or HEALTHY_KINDS:
-        for precision, all_off in totals.items():
+        for precision, every in totals.items():
             try:
-                taken = Training(kind, precision).measure(40, tensors=("adjoint",))
-            except Exception as error:
+                off, findings = measure(Training(kind, precision))
+            except Exception as error:  # transformers has kinds that do not run in each precision
                 print(f"| {kind} | {precision} | {type(error).__name__}: {str(error)[:60]} | | | |", flush=True)
                 continue
-            off = [each[site].total.rms for each in taken for site in each.order if site.tensor.startswith("adjoint.")]
-            all_off += off
+            every += off
             figures = f"{statistics.median(off):.2g} | {max(off):.2g}" if off else "- | -"
-            found = [(each.site, round(each.value, 2)) for each in judge(taken, [wrong_backward])]
-            print(f"| {kind} | {precision} | {len(off)} | {figures} | {found} |", flush=True)
-    for precision, all_off in totals.items():
-        if all_off:
-            middle, large = statistics.median(all_off), sum(off > 0.05 for off in all_off)
-            print(f"| all | {precision} | {len(all_off)} | {middle:.2g} | {max(all_off):.2g} | {large} over 0.05 |")
+            print(f"| {kind} | {precision} | {len(off)} | {figures} | {findings} |", flush=True)
+    for precision, every in totals.items():
+        if every:
+            middle, large = statistics.median(every), sum(off > limit for off in every)
+            print(f"| all | {precision} | {len(every)} | {middle:.2g} | {max(every):.2g} | {large} over {limit} |")
 
 
 def of_fleet(names: list[str]) -> None:
-    """Run each training twice: the first step of the first time shows what the model is given."""
-    print("| training | identities | evaluations | z: largest | findings |\n|---|---|---|---|---|")
-    rooms = [training, illnesses_healthy, more_healthy, public_healthy]
+    rooms = [room for room in (training, illnesses_healthy, more_healthy, public_healthy) if hasattr(room, "attached")]
+    print(HELD)
     for name, make in illnesses_healthy.HEALTHY.items():
-        given = list[tuple[Any, dict[str, Any]]]()
-        found = list[Identities]()
+        if name in (names or illnesses_healthy.HEALTHY):
+            hold_training(name, lambda make=make: make().snapshots, [(room, "attached") for room in rooms])  # type: ignore[misc]
 
-        def looking(model: nn.Module, snapshots: Any, given: Any = given) -> hookstats.Monitor:
-            model.register_forward_pre_hook(lambda _, args, kwargs: given.append((args, kwargs)), with_kwargs=True)
 
-            def stop(_: hookstats.Snapshot) -> None:
-                raise KeyboardInterrupt
+def clients(names: list[str]) -> None:
+    print(HELD)
+    for name in names or ("torchtitan, float32", "megatron, float32", "megatron, bfloat16"):
+        hold_training(name, lambda run=CLIENTS[name]: run(("output", "adjoint")), [(hookstats, "attach")])  # type: ignore[misc]
 
-            return hookstats.attach(model, every=1, sinks=stop)
 
-        def holding(model: nn.Module, snapshots: Any, given: Any = given, found: Any = found) -> hookstats.Monitor:
-            if not given:  # its forward is not what a step runs
-                found.append(Identities(model, [], []))
-                return hookstats.attach(model, every=1, sinks=snapshots.append)
-            args, kwargs = given[0]
-            found.append(hookstats.find_identities(model, lambda: model(*args, **kwargs)))
-            options = hookstats.Options(identities=found[0])
-            return hookstats.attach(model, every=1, sinks=snapshots.append, options=options)
+HELD = "| training | identities | evaluations | z: largest | findings |\n|---|---|---|---|---|"
 
-        if names and name not in names:
-            continue
-        for how in (looking, holding):
-            with contextlib.ExitStack() as patched, contextlib.suppress(KeyboardInterrupt):
-                for room in rooms:
-                    if hasattr(room, "attached"):
-                        patched.enter_context(mock.patch.object(room, "attached", how))
-                training.seeded()
-                taken = make().snapshots
-        z = z_of(taken)
-        largest = f"{max(z):.2g}" if z else "-"
-        print(f"| {name} | {len(found[0])} | {len(z)} | {largest} | {len(judge(taken, [identity]))} |", flush=True)
+
+def hold_training(name: str, run: Callable[[], list[hookstats.Snapshot]], places: list[tuple[Any, str]]) -> None:
+    """Run a training twice, and print a row: the first step of the first time shows what its model is given.
+
+    places: where it finds the function that attaches.
+    """
+    given, found, attach = list[tuple[Any, dict[str, Any]]](), list[Identities](), hookstats.attach
+
+    def look(model: nn.Module, *_: Any, **others: Any) -> hookstats.Monitor:
+        model.register_forward_pre_hook(lambda _, args, kwargs: given.append((args, kwargs)), with_kwargs=True)
+
+        def stop(_: hookstats.Snapshot) -> None:
+            raise KeyboardInterrupt
+
+        return attach(model, every=1, sinks=stop)
+
+    def hold(model: nn.Module, snapshots: Any = None, **others: Any) -> hookstats.Monitor:
+        how = others if snapshots is None else {"every": 1, "sinks": snapshots.append}
+        if not given:  # its forward is not what a step runs
+            found.append(Identities(model, [], []))
+            return attach(model, **how)
+        args, kwargs = given[0]
+        found.append(hookstats.find_identities(model, lambda: model(*args, **kwargs)))
+        return attach(model, options=hookstats.Options(identities=found[0]), **how)
+
+    for how in (look, hold):
+        with contextlib.ExitStack() as patched, contextlib.suppress(KeyboardInterrupt):
+            for place in places:
+                patched.enter_context(mock.patch.object(*place, how))
+            training.seeded()
+            taken = run()
+    z, findings = z_of(taken), judge(taken, [identity, wrong_backward])
+    largest = f"{max(z):.2g}" if z else "-"
+    print(f"| {name} | {len(found[0])} | {len(z)} | {largest} | {len(findings)} |", flush=True)
 
 
 def cost() -> None:
@@ -483,5 +494,7 @@ if __name__ == "__main__":
     if command in ("faults", "cost"):
         {"faults": faults, "cost": cost}[command]()
     else:
-        {"coverage": coverage, "healthy": healthy, "fleet": of_fleet, "adjoint": adjoint}[command](names)
+        {"coverage": coverage, "healthy": healthy, "fleet": of_fleet, "clients": clients, "adjoint": adjoint}[command](
+            names
+        )
     print(f"{time.monotonic() - begun:.0f} s")

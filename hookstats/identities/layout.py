@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from hookstats import _native
-from hookstats.identities.spreads import SpreadHook, owner_of
+from hookstats.identities.spreads import NO_ROWS, SpreadHook, owner_of
 from hookstats.identities.terms import Identity
 
 
@@ -133,18 +133,19 @@ class IdentityLayout:
         asked: dict[str, dict[int, list[torch.Tensor]]] = {}
         for each in self.identities:
             asked.setdefault(each.module, {}).setdefault(each.channel_dim, []).append(each.channels)
-        begins, begin = dict[tuple[str, int], int](), 0
+        self._slots: dict[tuple[str, int], torch.Tensor] = {}
+        begin = 0
         for name, by_dim in asked.items():
             self.channels[name] = {dim: torch.cat(parts).unique() for dim, parts in by_dim.items()}
             for dim, some in self.channels[name].items():
-                begins[name, dim] = begin
-                begin += len(some)
+                self._slots[name, dim] = torch.arange(begin, begin := begin + len(some))
+        self._seen_channels = begin
         self._sources = torch.cat(
             [
                 torch.zeros(0, dtype=torch.int64),
                 *(
                     torch.searchsorted(self.channels[each.module][each.channel_dim], each.channels)
-                    + begins[each.module, each.channel_dim]
+                    + self._slots[each.module, each.channel_dim][0]
                     for each in self.identities
                 ),
             ]
@@ -197,16 +198,48 @@ class IdentityLayout:
             setattr(self, name, getattr(self, name).to(home))
         values = self._by_owner(read)
         squares = self._by_group(values[:, 1:2])[:, 0]
-        seen = [
-            spreads[name].sums_of(dim, home) if name in spreads else torch.zeros((3, len(some)), device=home)
-            for name, by_dim in self.channels.items()
-            for dim, some in by_dim.items()
-        ]
-        both, of_x, of_y = torch.cat(seen, 1).double()[:, self._sources]
+        both, of_x, of_y, of_readers = self._add_seen(spreads, home)
         per_channel = torch.stack([both + of_x * self._of_left(read[:, 2:])[:, 0], of_y], 1)
         summed, of_output = self._by_channel_group(per_channel).unbind(1)
-        known = [spreads[name].gradient if name in spreads else None for name in self.readers]
-        zero = torch.zeros((), dtype=torch.float64, device=home)
-        of_readers = torch.stack([*(zero if each is None else each.to(home) for each in known), zero])
         of_columns = values[:, 2] * of_readers[self._value_readers] * of_output[self._value_groups]
         return Compared(values[:, 0], squares, summed + self._by_group(of_columns[:, None])[:, 0])
+
+    def _add_seen(self, spreads: Mapping[str, SpreadHook], home: torch.device) -> tuple[torch.Tensor, ...]:
+        """Add up what hooks have seen, over calls: 0 where none came.
+
+        Returns:
+            N ms(y) ms(dy), ms(x) sum dy^2 and sum y^2 of each channel of `Identity.channels`, and ms(dy) of each
+            reader, then 0. ms is a mean square over N tokens, y the output, x the input.
+        """
+        y, x, dy, slots, factors = *(list[torch.Tensor]() for _ in range(4)), list[list[float]]()
+        for (name, dim), own in self._slots.items():
+            for each in spreads[name].seen if name in spreads else []:
+                part, whole = each.plan.channels.get(dim), each.plan.whole
+                if part is not None:
+                    of_gradient = each.gradient_plan.channels[dim]
+                    y.append(each.sums[part.sums].to(home))
+                    dy.append(each.gradient_sums[of_gradient.sums].to(home))
+                    x.append((NO_ROWS if whole is None else each.sums[whole.sums]).to(home))
+                    slots.append(own)
+                    share, values = part.share * of_gradient.share, max(whole.values, 1) if whole else 1
+                    factors.append(
+                        [1 / share / max(each.tokens[dim], 1), 1 / of_gradient.share / values, 1 / part.share]
+                    )
+        sums = torch.zeros((3, self._seen_channels), dtype=torch.float64, device=home)
+        if y:
+            calls = torch.arange(len(y)).repeat_interleave(torch.tensor([len(each) for each in slots])).to(home)
+            of_y, of_dy, of_x = torch.cat(y), torch.cat(dy), torch.stack(x).sum(1)[calls]
+            times = torch.tensor(factors, dtype=torch.float64).to(home)[calls].T
+            sums.index_add_(1, torch.cat(slots).to(home), torch.stack([of_y * of_dy, of_x * of_dy, of_y]) * times)
+        readers = torch.zeros(len(self.readers) + 1, dtype=torch.float64, device=home)
+        seen = [
+            (number, each.gradient_sums[whole.sums].to(home), max(whole.values, 1))
+            for number, name in enumerate(self.readers)
+            for each in (spreads[name].seen if name in spreads else [])
+            if (whole := each.gradient_plan.whole) is not None
+        ]
+        if seen:
+            numbers, rows, counts = zip(*seen, strict=True)
+            means = torch.stack(rows).sum(1) / torch.tensor(counts, dtype=torch.float64).to(home)
+            readers.index_add_(0, torch.tensor(numbers).to(home), means)
+        return (*sums[:, self._sources], readers)

@@ -8,6 +8,7 @@ beside them "identity.3.rounding", the variance of their difference.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -165,13 +166,13 @@ class JointSums:
         scale = getattr(optimizer, "grad_scale", None)
         variances = self._variances(due, parts, found, scale)
         values = found.values if scale is None else found.values / scale.to(home, torch.float64)
-        owners: list[Owner] = []
-        tensors: list[torch.Tensor | None] = []
-        for each in due:
-            of_sides = [values[owner.values] for owner in self._layout.owners_of[each.number]]
-            for owner, sums in zip(each.owners, [*of_sides, variances[each.number]], strict=True):
-                owners.append(owner)
-                tensors.append(sums[None].to(owner[0].entries[owner[1]].place.device))
+        # A row for each owner: the sums of both sides, then the variances.
+        sides = iter(values[None].split([w.identity.groups for w in self.watched for _ in w.owners[:-1]], 1))
+        rows = [[*itertools.islice(sides, len(w.owners) - 1), variances[w.number]] for w in self.watched]
+        owners = [owner for each in due for owner in each.owners]
+        sums = [row for each in due for row in rows[each.number]]
+        places = (owner[0].entries[owner[1]].place.device for owner in owners)
+        tensors = [row.to(place) for row, place in zip(sums, places, strict=True)]
         self._batches.accumulate(owners, tensors)
 
     def _due(self, optimizer: Any) -> tuple[list[_Watched], dict[int, dict[str, _LocalParameter]]]:
@@ -208,8 +209,8 @@ class JointSums:
         parts: dict[int, dict[str, _LocalParameter]],
         found: Compared,
         grad_scale: torch.Tensor | None,
-    ) -> dict[int, torch.Tensor]:
-        """Return the variance of the difference of both sides of each identity."""
+    ) -> list[torch.Tensor]:
+        """Return the variance of the difference of both sides of each identity, [1, sums]."""
         home, spread = found.spread.device, found.spread
         if grad_scale is None:
             of_backward = 1.0 if self._scaling.scale is None else self._scaling.scale
@@ -218,16 +219,20 @@ class JointSums:
         if grad_scale is not None:
             variance = variance / grad_scale.to(home, torch.float64) ** 2
         least = UNIT[torch.bfloat16] if any(_is_reduced_coarsely(each()) for each in self._reducing) else 0.0
-        by_number = {}
+        units = [0.0] * len(self.watched)
         for each in due:
-            unit = unit_of(each.identity, self._spreads, [part.weight for part in parts[each.number].values()])
-            own = variance[self._layout.groups[each.number]] * max(unit, least) ** 2
+            own = unit_of(each.identity, self._spreads, [part.weight for part in parts[each.number].values()])
+            units[each.number] = max(own, least) ** 2
+        sizes = [each.identity.groups for each in self.watched]
+        by_sum = torch.tensor(units, dtype=torch.float64).repeat_interleave(torch.tensor(sizes)).to(home)
+        variances = [*(variance * by_sum)[None].split(sizes, 1)]
+        for each in due:
             for name in each.rare:  # what has no part in the proof has come: NaN is not judged
                 tensor = self._parameters[name].get()
                 if tensor is not None and tensor.grad is not None:
-                    own = torch.where(local_part(tensor.grad).any().to(home), torch.nan, own)
-            by_number[each.number] = own
-        return by_number
+                    has_come = local_part(tensor.grad).any().to(home)
+                    variances[each.number] = torch.where(has_come, torch.nan, variances[each.number])
+        return variances
 
     @property
     def reasons(self) -> Counter[str]:

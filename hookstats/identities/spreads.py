@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,8 +13,52 @@ from hookstats.identities.runs import tensors_in
 from hookstats.identities.terms import COARSEST, UNIT, Identity
 from hookstats.modules.order import ModuleHook
 
-_ROWS = 64  # of a tensor, of which the mean square is taken
+_ROWS = 64  # of a tensor, along one dimension, of which squares are taken
+_TOKENS = 256  # at least, over all dimensions but that of channels
+_MOST_ROWS = 2 * _ROWS
+_MOST_PLANS = 16
+NO_ROWS = torch.zeros(_MOST_ROWS, dtype=torch.float64)
 _TF32 = 2.0**-11
+
+
+class _Part(NamedTuple):
+    """Some tokens of a tensor, of which sums of squares are taken.
+
+    Attributes:
+        some: an index by which they are chosen; None: all.
+        sums: which of a launch's sums are its own.
+        share: which share of its values they are.
+        values: how many.
+    """
+
+    some: Any
+    sums: slice
+    share: float
+    values: int
+
+
+class Plan(NamedTuple):
+    """The sums of squares of tensors of certain shapes: of a tensor's channels, and of another one as a whole.
+
+    Attributes:
+        channels: by their dimension. whole: of the other tensor, in several sums; None: it is not asked for.
+        table, places: see csrc/joint.cpp.
+    """
+
+    channels: dict[int, _Part]
+    whole: _Part | None
+    table: torch.Tensor
+    places: torch.Tensor
+
+
+class Seen(NamedTuple):
+    """Sums of squares of a module's output and input, and of the output's gradient, of one call."""
+
+    plan: Plan
+    sums: torch.Tensor
+    gradient_plan: Plan
+    gradient_sums: torch.Tensor
+    tokens: dict[int, int]  # of the output, by the dimension of its channels
 
 
 class SpreadHook(ModuleHook):
@@ -23,6 +67,7 @@ class SpreadHook(ModuleHook):
     Attributes:
         dtypes: of the outputs that came, and of autocast.
         versions: of the module's own parameters when it ran last: which tensor, and how often that had been written to.
+        seen: of each call.
     """
 
     def __init__(
@@ -38,8 +83,7 @@ class SpreadHook(ModuleHook):
         """
         self._channels = channels
         self._last = {dim: int(some[-1]) for dim, some in channels.items()}
-        self._places: dict[tuple[int, torch.device], torch.Tensor] = {}  # the same, where tensors were
-        self._tables: dict[tuple[int, int], torch.Tensor] = {}  # by that dimension, and how many a tensor has
+        self._plans: dict[Any, Plan] = {}
         self._is_reader = is_reader
         self._is_on = is_on
         self._fail = fail
@@ -49,8 +93,7 @@ class SpreadHook(ModuleHook):
         """Forget what was measured."""
         self.dtypes = set[torch.dtype]()
         self.versions: dict[str, tuple[int, int]] = {}
-        self.gradient: torch.Tensor | None = None  # the mean square of the output's gradient, added up over calls
-        self._sums: dict[int, torch.Tensor] = {}
+        self.seen: list[Seen] = []
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """Wait for the output's gradient."""
@@ -84,13 +127,12 @@ class SpreadHook(ModuleHook):
         dims = [dim for dim in self._channels if (dim == -1 or y.dim() > 2) and self._has(y, dim)]
         if not dims and not self._is_reader:
             return
-        squares = {dim: self._squares(y, dim) for dim in dims}
-        inputs = tensors_in(args) if dims else []
-        is_known = bool(inputs) and inputs[0].is_floating_point()
-        size = _mean_square(_local(inputs[0])) if is_known else torch.zeros((), device=y.device)
+        x = next(map(_local, args if args and isinstance(args[0], torch.Tensor) else tensors_in(args)), None)
+        is_known = bool(dims) and x is not None and x.dim() and x.dtype in _native.DTYPES and x.device == y.device
+        plan, sums = self._measure(y, dims, x if is_known else None)
 
         def add_gradient(gradient: torch.Tensor) -> torch.Tensor | None:
-            self._carefully(self._add, squares, size, _local(gradient))
+            self._carefully(self._add, plan, sums, _local(gradient))
             return gradient if torch.compiler.is_compiling() else None  # compiled autograd would replace it by None
 
         outputs[0].register_hook(add_gradient)
@@ -98,36 +140,56 @@ class SpreadHook(ModuleHook):
     def _has(self, y: torch.Tensor, dim: int) -> bool:
         return self._last[dim] < y.shape[dim]
 
-    def _squares(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return the sum of squares of each chosen channel."""
-        key = dim, tensor.device
-        if key not in self._places:
-            self._places[key] = self._channels[dim].to(tensor.device)
-        places, shape = self._places[key], (dim, tensor.dim())
-        if shape not in self._tables:
-            self._tables[shape] = torch.tensor([[0, dim % tensor.dim(), 0, 0, len(places), 0]])
-        found: torch.Tensor = _native.joint_sums([tensor.detach()], [None], self._tables[shape], places)
-        return found[:, 2]
+    def _add(self, plan: Plan, sums: torch.Tensor, gradient: torch.Tensor) -> None:
+        own = self._measure(gradient, [*plan.channels], gradient if self._is_reader else None)
+        tokens = {dim: gradient.numel() // max(gradient.shape[dim], 1) for dim in plan.channels}
+        self.seen.append(Seen(plan, sums, *own, tokens))
 
-    def _add(self, squares: dict[int, torch.Tensor], size: torch.Tensor, gradient: torch.Tensor) -> None:
-        if self._is_reader:
-            mean = _mean_square(gradient)
-            self.gradient = mean if self.gradient is None else self.gradient + mean
-        for dim, square in squares.items():
-            of_gradient = self._squares(gradient, dim)
-            rows = max(gradient.numel() // gradient.shape[dim], 1)
-            product = torch.stack([square * of_gradient / rows, size * of_gradient, square])
-            self._sums[dim] = self._sums[dim] + product if dim in self._sums else product
+    def _measure(self, tensor: torch.Tensor, dims: list[int], whole: torch.Tensor | None) -> tuple[Plan, torch.Tensor]:
+        """Return sums of squares of the tensor's channels, and of another one as a whole, by one launch."""
+        key = tensor.device, tensor.shape, len(dims), None if whole is None else whole.shape
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) > _MOST_PLANS:  # sequences have many lengths
+                self._plans.clear()
+            plan = self._plans[key] = _plan(tensor, {dim: self._channels[dim] for dim in dims}, whole)
+        given = [tensor if part.some is None else tensor[part.some] for part in plan.channels.values()]
+        if whole is not None and plan.whole is not None:
+            given.append(whole if plan.whole.some is None else whole[plan.whole.some])
+        if not given:
+            return plan, NO_ROWS
+        sums = _native.joint_sums(given, [None] * len(given), plan.table, plan.places)[:, 2]
+        return plan, sums if len(self.seen) < _MOST_PLANS else sums.clone()  # alone: of many microbatches
 
-    def sums_of(self, dim: int, device: torch.device) -> torch.Tensor:
-        """Return N ms(y) ms(dy), ms(x) sum dy^2 and sum y^2 of each chosen channel, added up over calls; 0: none came.
 
-        ms is a mean square over N tokens, y the output, x the input.
-        """
-        found = self._sums.get(dim)
-        if found is None:
-            return torch.zeros((3, len(self._channels[dim])), dtype=torch.float64, device=device)
-        return found.to(device, torch.float64)
+def _plan(tensor: torch.Tensor, channels: dict[int, torch.Tensor], whole: torch.Tensor | None) -> Plan:
+    parts, table, places = list[_Part](), list[list[int]](), list[torch.Tensor]()
+
+    def add(given: torch.Tensor, dim: int, some: Any, own: torch.Tensor, values: int) -> None:
+        begin = sum(map(len, places))
+        table.append([len(table), dim % given.dim(), 0, begin, begin + len(own), 0])
+        parts.append(_Part(some, slice(begin, begin + len(own)), max(values, 1) / max(given.numel(), 1), values))
+        places.append(own)
+
+    for dim, own in channels.items():
+        some = _choose_tokens(tensor.shape, dim)
+        add(tensor, dim, some, own, (tensor if some is None else tensor[some]).numel())
+    if whole is not None:
+        some = _choose_tokens(whole.shape, -1)
+        chosen = whole if some is None else whole[some]
+        sizes = chosen.shape[:-1] or chosen.shape
+        # Rows of the first dimension that has enough of them are the longest.
+        rows = next((dim for dim, size in enumerate(sizes) if 16 <= size <= _MOST_ROWS), sizes.index(max(sizes)))
+        count = min(sizes[rows], _MOST_ROWS)
+        add(whole, rows, some, torch.arange(_MOST_ROWS), chosen.numel() // max(sizes[rows], 1) * count)
+    by_dim = dict(zip(channels, parts, strict=False))
+    all_places = torch.cat(places) if places else torch.zeros(0, dtype=torch.int64)
+    return Plan(
+        by_dim,
+        parts[-1] if whole is not None else None,
+        torch.tensor(table, dtype=torch.int64).view(-1, 6),
+        all_places.to(tensor.device),
+    )
 
 
 def unit_of(identity: Identity, spreads: Mapping[str, SpreadHook], parameters: Iterable[torch.Tensor]) -> float:
@@ -156,16 +218,12 @@ def _uses_tf32() -> bool:
         return True
 
 
-def _mean_square(tensor: torch.Tensor) -> torch.Tensor:
-    """Return it of some rows along the longest dimension but the last."""
-    some = tensor.detach()
-    if not some.numel():
-        return torch.zeros((), device=tensor.device)
-    if some.dim() > 1:
-        longest = max(range(some.dim() - 1), key=lambda dim: some.shape[dim])
-        some = some.movedim(longest, 0)[:: max(some.shape[longest] // _ROWS, 1)]
-    norm: torch.Tensor = torch.linalg.vector_norm(some, dtype=torch.float64)
-    return norm.square() / some.numel()
+def _choose_tokens(shape: torch.Size, but: int) -> Any:
+    """Return an index of every n-th entry along the longest dimension but one, that of channels; None: of all."""
+    others = [dim for dim in range(len(shape)) if dim != but % len(shape)]
+    longest = max(others, key=shape.__getitem__, default=0)
+    step = min(shape.numel() // max(shape[but], 1) // _TOKENS, shape[longest] // _ROWS) if others else 1
+    return (slice(None),) * longest + (slice(None, None, step),) if step > 1 else None
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

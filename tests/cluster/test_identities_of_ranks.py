@@ -32,7 +32,7 @@ NORM, KEYS = "layers.1.norm1.weight", "layers.0.attention.k_proj.weight"
 
 
 def sharded(mesh: Any, in_sequence: bool) -> Any:
-    """Cut a model's layers over two ranks, and the tokens between them if `in_sequence`; then over two that share it."""
+    """Cut a model's layers over two ranks, and tokens, too, if `in_sequence`; then over two that share it."""
     model = Llama()
     columns, rows = ColwiseParallel(), RowwiseParallel(output_layouts=Shard(1) if in_sequence else Replicate())
     plan: dict[str, Any] = {f"attention.{name}_proj": columns for name in "qkv"}

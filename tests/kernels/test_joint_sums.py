@@ -76,7 +76,7 @@ def test_strides_of_both_that_differ(backend: Backend) -> None:
         backend,
         weights,
         gradients,
-        [(n, dim, 0, [0, 3, 1], 0) for n, w in enumerate(weights) for dim in range(w.dim())],
+        [(n, dim, 0, [0, 3, 1, 0, 1, 2, 3], 0) for n, w in enumerate(weights) for dim in range(w.dim())],
     )
 
 

@@ -337,9 +337,9 @@ MUTANTS = [
     ),
     Mutant(
         "joint sums forget what is added to a weight",
-        "csrc/kernels.h",
-        "(w + offset) * g",
-        "w * g",
+        "csrc/cpu/joint.cpp",
+        "(one + offset) * other",
+        "one * other",
         "tests/kernels/test_joint_sums.py -k rows_columns",
     ),
     Mutant(

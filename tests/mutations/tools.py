@@ -359,8 +359,8 @@ MUTANTS = [
     Mutant(
         "gradients that DistributedDataParallel's hooks round are judged by the rounding of the model",
         "hookstats/identities/measuring.py",
-        "max(unit, least) ** 2",
-        "unit**2",
+        "max(own, least) ** 2",
+        "own**2",
         "tests/cluster/test_identities_of_ranks.py -k low_precision",
     ),
     Mutant(
