@@ -223,6 +223,18 @@ def test_merging_leaves_few_parts_and_sorts_totals_by_site_and_step(tmp_path: Pa
     is_kept(tmp_path, [Snapshot(frame) for frame in steps])
 
 
+def test_files_of_many_channels_are_not_written_again(tmp_path: Path) -> None:
+    """A quarter of the writer's time went there. Totals of the same steps become one file."""
+    draw, steps = np.random.default_rng(0), []
+    for step in range(FAN_IN):
+        made = [Measured(Site(f"{i}", "output"), draw.normal(3, 1, (len(FIELDS), 4096))) for i in range(10)]
+        steps.append(frame_of(made, step=step))
+    keep(tmp_path, steps, commit_each=1, merge=True)
+    assert len(list((tmp_path / "rank=0/details").iterdir())) == FAN_IN
+    assert len(list((tmp_path / "rank=0/totals").iterdir())) == 1
+    is_kept(tmp_path, [Snapshot(frame) for frame in steps])
+
+
 class Failing(Undelayed):
     """A file system of which one call fails: the n-th of those that reach a disk."""
 
