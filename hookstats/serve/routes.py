@@ -23,7 +23,6 @@ _POLICY = policy(is_live=True) + "; frame-ancestors 'none'"
 _EVERY = 10.0  # seconds: a page is made anew no more often
 _REST = 4.0  # times as long as making it took
 _PAGES = 4  # that are kept; one that was not asked for longest goes
-_VERSIONS = 2  # of each: somebody may still ask for bytes of the last one
 _LEVEL = 4  # of gzip
 
 
@@ -36,8 +35,9 @@ class RunPage:
     def __init__(self, runs: list[Watched]) -> None:
         self._runs = runs
         self._lock = threading.Lock()
-        self._made: OrderedDict[str, PageContents] = OrderedDict()  # by version
-        self._ended = 0.0  # when the last one was made
+        self._made: PageContents | None = None
+        self._version = ""
+        self._ended = 0.0  # when it was made
         self._sent: tuple[str, bytes] = ("", b"")  # the last page that was sent, by its tag
 
     def answer(self) -> Answer:
@@ -46,32 +46,27 @@ class RunPage:
             return pages.render_message(HTTPStatus.OK, name, "This run was deleted.", state.kind)
         with self._lock:
             try:
-                version, made = self._newest()
+                made = self._renew()
                 first = {"rms.relative": made["rms.relative"]}
             except (ValueError, OSError) as error:  # deleted or torn, also while it is read
                 return self._render_refusal(name, error)
-            tag = f"{version}-{hashlib.sha256(repr(state).encode()).hexdigest()[:8]}"
+            tag = f"{self._version}-{hashlib.sha256(repr(state).encode()).hexdigest()[:8]}"
             if self._sent[0] != tag:
                 last = max(find_last_change(run.look()[1]) for run in self._runs)
-                told = {"version": version, "tag": tag, "state": [state.kind, state.sentence, last]}
+                told = {"version": self._version, "tag": tag, "state": [state.kind, state.sentence, last]}
                 whole = page(made.record | told, first, is_live=True)
                 self._sent = (tag, gzip.compress(whole.encode(), _LEVEL, mtime=0))
             return Answer(HTTPStatus.OK, self._sent[1], "text/html; charset=utf-8", _POLICY, True, tag)
 
-    def _newest(self) -> tuple[str, PageContents]:
-        marks = [run.look()[1] for run in self._runs]
-        version, last = hashlib.sha256(repr(marks).encode()).hexdigest()[:16], next(reversed(self._made), None)
-        if version != last and (last is None or time.monotonic() >= self._find_next_time(self._made[last])):
-            self._made[version] = PageContents(*(run.load_recorded() for run in self._runs))
-            self._made.move_to_end(version)
-            self._ended = time.monotonic()
-            while len(self._made) > _VERSIONS:
-                self._made.popitem(last=False)
-        return next(reversed(self._made.items()))
-
-    def _find_next_time(self, last: PageContents) -> float:
-        """Return when it may be made anew. What was asked for of the last version since it was made counts as well."""
-        return self._ended + max(_EVERY, _REST * last.seconds)
+    def _renew(self) -> PageContents:
+        """Return the newest contents. What was asked for of the last ones since then took its time as well."""
+        made, marks = self._made, [run.look()[1] for run in self._runs]
+        version = hashlib.sha256(repr(marks).encode()).hexdigest()[:16]
+        rest = 0.0 if made is None else max(_EVERY, _REST * made.seconds)
+        if made is None or (version != self._version and time.monotonic() >= self._ended + rest):
+            made = PageContents(*(run.load_recorded() for run in self._runs))
+            self._made, self._version, self._ended = made, version, time.monotonic()
+        return made
 
     def _render_refusal(self, name: str, error: Exception) -> Answer:
         torn = unreadable(self._runs[0].path, error)
@@ -84,8 +79,8 @@ class RunPage:
         return pages.render_message(HTTPStatus.OK, name, words, "waiting", 1)
 
     def blob(self, version: str, name: str) -> Answer:
-        made = self._made.get(version)  # nobody waits for a newer one
-        if made is None:
+        made = self._made  # nobody waits for a newer one
+        if made is None or version != self._version:
             return answer_text(HTTPStatus.GONE, "The run has grown since; ask for its page.")
         try:
             packed = gzip.compress(made[name], _LEVEL, mtime=0)

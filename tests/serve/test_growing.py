@@ -107,8 +107,8 @@ def test_a_page_that_takes_long_to_make_is_made_less_often(run: Growing, tmp_pat
     asked = Asked(tmp_path, "run")
     asked.record()
     [page] = asked.routes._pages.values()
-    [made] = page._made.values()
-    made.seconds = 20.0
+    assert page._made is not None
+    page._made.seconds = 20.0
     run.add(range(30, 31))
     clock.now += 79
     assert asked.record()["steps"] == [0, 29, 30]
@@ -128,16 +128,27 @@ def test_how_a_run_is_is_told_at_once(run: Growing, tmp_path: Path, clock: Clock
     assert asked.page().tag == after["tag"]
 
 
-def test_bytes_belong_to_a_version_and_those_of_the_last_one_are_still_given(
-    run: Growing, tmp_path: Path, clock: Clock
-) -> None:
+def test_two_runs_are_recorded_as_long_as_one_is_and_both_are_told(run: Growing, tmp_path: Path, clock: Clock) -> None:
+    other = Growing(tmp_path / "other", SITES)
+    for each in (run, other):
+        each.add(range(30))
+    asked = Asked(tmp_path, "other", "run")
+    other.die()
+    clock.now += 1.1
+    kind, sentence, _ = asked.record()["state"]  # type: ignore[misc]
+    assert kind == "recording"
+    assert "other: the training process" in sentence
+    assert "; run: process" in sentence
+
+
+def test_bytes_belong_to_a_version(run: Growing, tmp_path: Path, clock: Clock) -> None:
     asked, versions = Asked.__new__(Asked), []
     for step in range(3):
         run.add(range(step, step + 1))
         asked = asked if versions else Asked(tmp_path, "run")
         clock.now += 11
         versions.append(asked.record()["version"])
-    assert [asked.blob(version, "line.rms").status for version in versions] == [410, 200, 200]
+    assert [asked.blob(version, "line.rms").status for version in versions] == [410, 410, 200]
     for name in ("line.20", "details.20", "details.", "details.x", "nothing", "rms.", "", "line", "more.x", "../x"):
         assert asked.blob(versions[-1], name).status == 404, name
 
