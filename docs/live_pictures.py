@@ -108,7 +108,7 @@ def main() -> None:
             section(browser, "#layers", DOCS / "live_cell.png")
             browser.open(address + found["sweep/grows"])
             growing.kill()
-            browser.wait("document.body.innerText.includes('Died')")
+            browser.wait("document.body.innerText.includes('died')")
             browser.picture(DOCS / "live_died.png", clip={"x": 0, "y": 0, "width": 1280, "height": 420})
             notebook(browser, runs / "sweep" / "grows")
             assert not browser.errors, browser.errors

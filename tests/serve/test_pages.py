@@ -61,7 +61,7 @@ def test_an_open_page_grows_with_its_run_and_keeps_what_is_chosen(browser: Brows
     run.add(range(40))
     with serving(tmp_path) as served:
         open_run(browser, served, "run")
-        says(browser, "#live", "Alive: process")
+        says(browser, "#live", "process")
         browser.run("location.hash = '#site=3&step=20'")
         name = run.sites[3].name
         says(browser, "#site-title", name)
@@ -121,16 +121,16 @@ def test_a_run_that_dies_and_is_resumed_is_followed(browser: Browser, tmp_path: 
     run.add(range(30))
     with serving(tmp_path) as served:
         open_run(browser, served, "run")
-        says(browser, "#live", "Alive")
+        says(browser, "#live", "records it")
         run.die()
-        says(browser, "#live", "Died: the training process")
+        says(browser, "#live", "died; what")
         run.recover()
         again = Growing(tmp_path / "run", run.sites, attempt=2)
         again.add(range(20, 25))
         says(browser, "#facts", "0 to 24")
-        says(browser, "#live", "Alive")
+        says(browser, "#live", "records it")
         again.end()
-        says(browser, "#live", "Closed: the run has ended")
+        says(browser, "#live", "the run has ended")
 
 
 def test_a_run_that_is_deleted_while_its_page_is_open_is_said_to_be(browser: Browser, tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_run_that_is_deleted_while_its_page_is_open_is_said_to_be(browser: Bro
     with serving(tmp_path) as served:
         open_run(browser, served, "run")
         shutil.rmtree(tmp_path / "run")
-        says(browser, "#live", "Deleted: This run was deleted.")
+        says(browser, "#live", "This run was deleted.")
         assert "0 to 29" in text(browser, "#facts")  # what was seen stays
 
 
@@ -248,7 +248,7 @@ def test_two_runs_that_are_ticked_have_a_page_that_grows(browser: Browser, tmp_p
         assert text(browser, "h1") == "two and one"
         assert "one" in text(browser, "#facts")
         assert "40 steps in common" in text(browser, "#facts")
-        says(browser, "#live", "Alive: two: process")
+        says(browser, "#live", "two: process")
         runs = browser.run("[...document.querySelectorAll('[data-value]')].map((each) => each.dataset.value)")
         assert runs[:3] == ["first", "second", "difference"]
         mine = pixels(browser)
@@ -263,7 +263,7 @@ def test_two_runs_that_are_ticked_have_a_page_that_grows(browser: Browser, tmp_p
         first.add(range(40, 60))
         says(browser, "#facts", "60 steps in common")
         shutil.rmtree(tmp_path / "one")
-        says(browser, "#live", "Deleted: ")
+        says(browser, "#live", "This run was deleted.")
 
 
 def test_runs_that_have_nothing_in_common_say_so(browser: Browser, tmp_path: Path) -> None:

@@ -14,9 +14,8 @@ async function fetched(name) {
   return null;
 }
 
-const WORDS = { recording: "Alive", ended: "Closed", died: "Died", deleted: "Deleted", waiting: "Waiting" };
 function showState([kind, sentence, changed]) {
-  const words = `${WORDS[kind] ?? "Cannot be read"}: ${shortened(sentence, 300)}.`.replace("..", ".");
+  const words = `${shortened(sentence, 300)}.`.replace("..", ".");
   const when = changed ? ` Last change ${new Date(changed * 1000).toLocaleTimeString("en-GB")}.` : "";
   if (nodeOfState.textContent !== words + when) nodeOfState.textContent = words + when;
   nodeOfState.dataset.state = kind;
