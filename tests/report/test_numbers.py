@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 import hookstats
 from hookstats.numbers.fields import Site
 from hookstats.numbers.kinds import KINDS, kind_of
-from hookstats.report import Recorded, plot, write
+from hookstats.report import Recorded, plot, write, writing
 from hookstats.report.page import asset, page
 from hookstats.report.reducing import FIRST, NEUTRAL, NONFINITE, PER_OCTAVE, SILENT, past
 from hookstats.report.writing import order_sites
@@ -59,9 +60,10 @@ def test_a_line_tells_each_value_within_a_thousandth(recorded: Recorded) -> None
             np.testing.assert_allclose(mine[name], recorded.statistic(name)[i], rtol=1e-3)
 
 
-def test_one_step_that_is_eight_times_the_past_is_seen_among_ten_in_a_column() -> None:
+@pytest.mark.parametrize("octaves", [3, -3])
+def test_one_step_that_is_eight_times_the_past_or_an_eighth_is_seen_among_twenty(octaves: int) -> None:
     values = np.ones((1, 20_000))
-    values[0, 12_345] = 8.0
+    values[0, 12_345] = 2.0**octaves
     none = np.zeros_like(values)
 
     def planes(names: Sequence[str]) -> dict[str, np.ndarray]:
@@ -72,7 +74,7 @@ def test_one_step_that_is_eight_times_the_past_is_seen_among_ten_in_a_column() -
     _, blobs = contents(made)
     codes = np.frombuffer(blobs["rms.relative"], np.uint8)
     assert len(codes) == 1000
-    assert codes[617] == NEUTRAL + 3 * PER_OCTAVE
+    assert codes[617] == NEUTRAL + octaves * PER_OCTAVE
     assert (np.delete(codes, 617) == NEUTRAL).all()
 
 
@@ -165,6 +167,19 @@ def test_the_last_step_with_channels_is_among_those_of_a_picture_however_many_th
     channels = json.loads(blobs["details.0"])["channels"]
     assert (channels["steps"][0], channels["steps"][-1], len(channels["steps"])) == (0, 199, 128)
     assert channels["top"]["step"] == 199
+
+
+def test_a_page_has_the_gravest_findings_as_far_as_there_is_room_and_counts_the_others(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "_FINDINGS", 20)
+    cause = Finding("spike", 5, recorded.sites[0], 6.0, 3.0, "critical", "It rose.")
+    effects = [replace(cause, step=6 + i, severity="note", because=cause.as_cause) for i in range(15)]
+    others = [Finding(f"other-{i}", 5, None, 1.0, 0.0, "warning", "So it is.") for i in range(10)]
+    record, _ = contents(replace(recorded, findings=[*others, cause, *effects]))
+    first, *rest = record["chapters"]
+    assert (first["finding"]["rule"], len(first["effects"]), len(rest)) == ("spike", 9, 10)
+    assert record["left_out"] == 6
 
 
 def test_a_head_says_of_a_loss_that_came_back_that_it_did() -> None:

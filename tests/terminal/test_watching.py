@@ -151,6 +151,15 @@ def test_new_steps_and_findings_come_once(tmp_path: Path) -> None:
     assert followed.look() == ([], [])
 
 
+def test_steps_that_a_resumed_attempt_replaces_leave_the_screen(tmp_path: Path) -> None:
+    followed = Followed(written(tmp_path / "run", range(10)))
+    followed.look()
+    written(tmp_path / "run", range(5, 7))
+    followed.look()
+    assert [step for step, _ in followed.steps] == list(range(7))
+    assert len(followed.find_worst(1)[0].rms) == 7
+
+
 def test_a_long_run_is_entered_at_its_end(tmp_path: Path) -> None:
     followed = Followed(written(tmp_path / "run", range(WINDOW + 20)))
     assert [snapshot.step for snapshot in followed.look()[0]] == list(range(20, WINDOW + 20))
