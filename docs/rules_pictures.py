@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.illnesses import ill, more, public_mistakes, twins  # noqa: F401, they register theirs
+from benchmarks.illnesses import counted, ill, more, public_mistakes, twins  # noqa: F401, they register theirs
 from benchmarks.illnesses.training import ILL, run, seeded
 from hookstats import Site, Snapshot, report
 from hookstats.report.record import Recorded
@@ -35,6 +35,8 @@ SHOWN = {
     "evaluation-mode": "a_validation_after_which_the_model_stays_in_evaluation_mode.cnn",
     "uninitialised-buffer": "rotary_frequencies_that_nobody_computes.gpt",
     "still-statistics": "batch_norms_without_momentum.resnet",
+    "moving-statistics": "a_frozen_body_in_training_mode.resnet",
+    "norm-of-few-values": "batches_of_two_before_a_batch_norm.mlp",
     "runaway-statistics": "activations_that_a_norm_hides.resnet",
     "input-shift": "a_batch_a_thousand_times_too_large.cnn",
     "constant-input": "a_loader_that_gives_zeros_from_the_middle_on.cnn",
@@ -45,6 +47,7 @@ SHOWN = {
     "nll-of-logits": "a_negative_log_likelihood_of_logits.gpt",
     "sorted-data": "data_that_are_sorted_by_class.cnn",
     "equal-channels": "kernels_that_are_all_equal.cnn",
+    "equal-modules": "a_critic_that_began_as_a_copy_of_the_other.mlp",
     "growing-gradients": "gradients_that_are_never_zeroed_under_adam.gpt",
     "replica-drift": "a_rank_that_clips_alone",
     "reduced-gradient": "gradients_that_are_averaged_twice",
@@ -59,6 +62,7 @@ SHOWN = {
     "unchanged-parameters": "a_layer_that_no_optimizer_has.gpt",
     "lost-updates": "bfloat16_weights_whose_updates_are_lost.gpt",
     "shrinking-weights": "weight_decay_that_is_too_strong_in_adamw.gpt",
+    "no-gradients": "a_loss_that_is_made_anew.gpt",
     "missing-gradients": "a_detach_in_the_forward.cnn",
     "probabilities-as-logits": "a_softmax_before_the_cross_entropy.tanh",
     "initial-loss": "initial_weights_thirty_times_too_large.gpt",
@@ -68,10 +72,12 @@ SHOWN = {
     "vanishing-gradients": "a_deep_stack_of_sigmoids.mlp",
     "dead-channels": "relus_that_adam_has_killed",
     "saturated-channels": "tanh_that_is_saturated_from_the_start.tanh",
+    "heavy-dropout": "dropouts_that_were_given_the_share_to_keep.mlp",
     "massive-activations": "massive_channel",
     "outlier-channels": "massive_channel",
     "low-precision-fit": "updates_that_are_too_large",
     "update-ratio": "updates_that_are_too_large",
+    "tiny-updates": "a_learning_rate_ten_thousand_times_too_small.gpt",
     "second-moment": "gradients_below_the_epsilon_of_adam",
     "attention-logits": "a_learning_rate_of_queries_and_keys_that_spikes",
     "attention-entropy": "a_learning_rate_of_queries_and_keys_that_spikes",
@@ -84,6 +90,7 @@ SHOWN = {
     "silent-rows": "heads_that_are_masked.gpt",
     "clipped-gradients": "gradients_that_are_clipped_before_they_are_unscaled.mlp",
     "constant-output": "a_mean_over_the_batch.tanh",
+    "impossible-loss": "labels_that_are_not_shifted.gpt",
     "no-progress": "a_learning_rate_ten_thousand_times_too_small.gpt",
 }
 # What is so from the start shows in absolute values, others in how far a site is from its past; and of what.
@@ -106,10 +113,14 @@ ABSOLUTE = {
     "expert-load": "abs_max",
     "dead-experts": "abs_max",
     "missing-gradients": "rms",
+    "no-gradients": "rms",
     "equal-channels": "rms",
     "silent-rows": "rms",
     "posterior-collapse": "rms",
     "constant-output": "rms",
+    "norm-of-few-values": "rms",
+    "heavy-dropout": "rms",
+    "equal-modules": "rms",
     "wrong-backward": "rms",
 }
 

@@ -16,14 +16,15 @@ from typing import Any
 import torch
 
 from benchmarks.illnesses import healthy, ill, more, public_mistakes  # noqa: F401, they register theirs
-from benchmarks.illnesses.healthy import HEALTHY
+from benchmarks.illnesses.counted import COUNTED
+from benchmarks.illnesses.healthy import HEALTHY, of_fleet
 from benchmarks.illnesses.more_healthy import MORE
 from benchmarks.illnesses.public_healthy import PUBLIC
 from benchmarks.illnesses.training import ILL, ROWS, Illness, Measured, run, seeded
 from benchmarks.illnesses.twins import TWINS
 from hookstats import Snapshot
 from hookstats.rules import Finding, judge
-from tests.rules.fleet import thinned
+from tests.rules import fleet
 
 
 def measured(name: str, make: Callable[[], Measured], folder: Path | None) -> Measured:
@@ -70,23 +71,29 @@ def diagnosis(snapshots: list[Snapshot], illness: Illness) -> dict[str, Any]:
 
 
 def of_ill(half: str | None, folder: Path | None, names: set[str]) -> Iterator[dict[str, Any]]:
-    for each in ILL:
+    trainings = [(each, lambda each=each: run(each.make())) for each in ILL]
+    for name, (make, rules) in fleet.ILL.items():
+        trainings.append((Illness(name, "fleet", make, rules, None, 0), of_fleet(make)))
+    for each, training in trainings:
         if (names and each.name not in names) or (half and (half == "unseen") != each.is_unseen):
             continue
-        snapshots, losses = measured(f"{each.name}.{each.kind}", lambda each=each: run(each.make()), folder)
+        snapshots, losses = measured(f"{each.name}.{each.kind}", training, folder)
         row = {"name": each.name, "kind": each.kind, "unseen": each.is_unseen, "losses": [losses[0], losses[-1]]}
-        yield row | {"every step": diagnosis(snapshots, each), "every tenth": diagnosis(thinned(snapshots, 10), each)}
+        yield row | {
+            "every step": diagnosis(snapshots, each),
+            "every tenth": diagnosis(fleet.thinned(snapshots, 10), each),
+        }
 
 
 def of_healthy(half: str | None, folder: Path | None, names: set[str]) -> Iterator[dict[str, Any]]:
     for name, make in HEALTHY.items():
-        is_unseen = name in MORE or (name not in PUBLIC | TWINS and zlib.crc32(name.encode()) % 2 == 1)
+        is_unseen = name in MORE or (name not in PUBLIC | TWINS | COUNTED and zlib.crc32(name.encode()) % 2 == 1)
         if (names and name not in names) or (half and (half == "unseen") != is_unseen):
             continue
         snapshots, losses = measured(f"healthy.{name}", make, folder)
         alarms = {
             every: [f"{each.rule}@{each.step}" for each in told(kept) if each.severity != "note"]
-            for every, kept in (("every step", snapshots), ("every tenth", thinned(snapshots, 10)))
+            for every, kept in (("every step", snapshots), ("every tenth", fleet.thinned(snapshots, 10)))
         }
         yield {"name": name, "unseen": is_unseen, "losses": [losses[0], losses[-1]], **alarms}
 

@@ -18,7 +18,7 @@ from tests.rules.fleet.models import layers
 HEALTHY: dict[str, Callable[[], Measured]] = {}
 
 
-def _of_fleet(make: Callable[[], Any]) -> Callable[[], Measured]:
+def of_fleet(make: Callable[[], Any]) -> Callable[[], Measured]:
     def measured() -> Measured:
         training = make()
         snapshots: list[Snapshot] = []
@@ -34,7 +34,7 @@ def _of_fleet(make: Callable[[], Any]) -> Callable[[], Measured]:
 
 
 for _name, _make in (fleet.USUAL | fleet.UNUSUAL | fleet.UNSEEN).items():
-    HEALTHY[_name] = _of_fleet(_make)
+    HEALTHY[_name] = of_fleet(_make)
 
 
 def healthy(kind: str) -> Callable[[Callable[[Setup], None]], Callable[[Setup], None]]:

@@ -251,18 +251,18 @@ def an_optimizer_that_maximises(setup: Setup) -> None:
     setup.make_optimizer = sgd(0.03, maximize=True) if setup.kind == "mlp" else adam(1e-3, maximize=True)
 
 
-@ill("no-progress", on=("mlp", "gpt"))
+@ill("no-progress", "tiny-updates", on=("mlp", "gpt"))
 def a_learning_rate_ten_thousand_times_too_small(setup: Setup) -> None:
     setup.before = [lambda step: setup.set_lr(3e-6 if setup.kind == "mlp" else 3e-7)]
 
 
-@ill("no-progress", on=("mlp", "cnn"))
+@ill("no-progress", "clipped-gradients", on=("mlp", "cnn"))
 def gradients_that_are_clipped_to_nearly_nothing(setup: Setup) -> None:
     setup.make_optimizer = sgd(0.03)
     setup.after_backward = lambda step: nn.utils.clip_grad_norm_(setup.model.parameters(), 1e-4)
 
 
-@ill("no-progress", on=("tanh", "gpt"))
+@ill("no-progress", "tiny-updates", on=("tanh", "gpt"))
 def an_epsilon_of_adam_that_swallows_the_gradient(setup: Setup) -> None:
     setup.make_optimizer = adam(1e-4, eps=1e3)
 
@@ -373,7 +373,7 @@ def a_softmax_module_before_the_cross_entropy(setup: Setup) -> None:
     setup.model.head = nn.Sequential(setup.model.head, nn.Softmax(-1))
 
 
-@ill("no-progress", "vanishing-gradients", "constant-input", on=("mlp",))
+@ill("no-progress", "vanishing-gradients", "constant-input", "heavy-dropout", on=("mlp",))
 def a_bottleneck_of_dropout(setup: Setup) -> None:
     setup.model.insert(4, nn.Dropout(0.999))
 
@@ -431,7 +431,7 @@ def float16_that_overflows(setup: Setup) -> None:
     setup.damage = lambda step, x, y: (x.half(), y)
 
 
-@ill("vanishing-gradients", "missing-gradients", on=("mlp",))
+@ill("vanishing-gradients", "missing-gradients", "unchanged-parameters", on=("mlp",))
 def float16_gradients_that_underflow(setup: Setup) -> None:
     setup.model = setup.model.half()
     setup.loss = lambda out, y: 1e-6 * cross_entropy(out.float(), y)

@@ -104,7 +104,7 @@ def labels_that_are_random_from_the_middle_on(setup: Setup) -> None:
     setup.damage = lambda step, x, y: (x, y.flatten()[torch.randperm(y.numel())].view_as(y) if step >= 80 else y)
 
 
-@ill(*DIVERGES, "no-progress", on=("mlp", "tanh"))
+@ill(*DIVERGES, "no-progress", "unscaled-targets", on=("mlp", "tanh"))
 def targets_that_were_never_scaled(setup: Setup) -> None:
     setup.loss = lambda out, y: mse_loss(out.mean(1), 1e4 * y)
 
@@ -154,7 +154,7 @@ def a_momentum_that_forgets_nothing(setup: Setup) -> None:
     setup.make_optimizer = lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9999)
 
 
-@ill("unchanged-parameters", "lost-updates", on=("mlp", "cnn", "gpt"), began=25)
+@ill("unchanged-parameters", "lost-updates", "tiny-updates", on=("mlp", "cnn", "gpt"), began=25)
 def a_schedule_of_epochs_that_is_stepped_at_each_batch(setup: Setup) -> None:
     """The learning rate is halved at each step: from about the 25th on, float32 weights no longer change."""
     lr = 0.03 if setup.kind == "mlp" else 2e-3
@@ -205,7 +205,7 @@ def one_layer_a_thousand_times_too_large(setup: Setup) -> None:
         _second(setup).weight.mul_(1000)
 
 
-@ill("no-progress", "vanishing-gradients", on=("mlp", "tanh"))
+@ill("no-progress", "vanishing-gradients", "equal-channels", on=("mlp", "tanh"))
 def weights_that_are_all_the_same(setup: Setup) -> None:
     for each in setup.model.parameters():
         nn.init.constant_(each, 0.01)

@@ -101,7 +101,7 @@ KINDS: dict[str, Callable[[], Setup]] = {
 }
 
 
-_SEEN = ("public_mistakes", "twins")  # files
+_SEEN = ("public_mistakes", "twins", "counted")  # files
 
 
 class Illness(NamedTuple):
@@ -109,7 +109,7 @@ class Illness(NamedTuple):
 
     name: str
     kind: str
-    breaks: Callable[[Setup], None]
+    breaks: Callable[..., Any]
     rules: frozenset[str]
     where: tuple[str, ...] | None  # names of modules or parameters, one of which is to be named
     began: int
@@ -118,7 +118,9 @@ class Illness(NamedTuple):
     def is_unseen(self) -> bool:
         """Return whether no threshold was set by it: so of all in more.py, of none in _SEEN, of others by name."""
         file = self.breaks.__module__.rpartition(".")[2]
-        return file == "more" or (file not in _SEEN and zlib.crc32(self.name.encode()) % 2 == 1)
+        return file == "more" or (
+            file not in _SEEN and self.kind != "fleet" and zlib.crc32(self.name.encode()) % 2 == 1
+        )
 
     def make(self) -> Setup:
         setup = KINDS[self.kind]()

@@ -4,10 +4,12 @@ findings = hookstats.rules.judge(snapshots)
 """
 
 from hookstats.rules.activations import dead_channels as dead_channels
+from hookstats.rules.activations import heavy_dropout as heavy_dropout
 from hookstats.rules.activations import saturated_channels as saturated_channels
 from hookstats.rules.adjoint import wrong_backward as wrong_backward
 from hookstats.rules.answers import absent_class as absent_class
 from hookstats.rules.answers import broadcast_target as broadcast_target
+from hookstats.rules.answers import impossible_loss as impossible_loss
 from hookstats.rules.answers import initial_loss as initial_loss
 from hookstats.rules.answers import nll_of_logits as nll_of_logits
 from hookstats.rules.answers import no_progress as no_progress
@@ -16,6 +18,7 @@ from hookstats.rules.answers import sorted_data as sorted_data
 from hookstats.rules.arriving import clipped_gradients as clipped_gradients
 from hookstats.rules.arriving import growing_gradients as growing_gradients
 from hookstats.rules.arriving import missing_gradients as missing_gradients
+from hookstats.rules.arriving import no_gradients as no_gradients
 from hookstats.rules.attention import attention_entropy as attention_entropy
 from hookstats.rules.attention import attention_logits as attention_logits
 from hookstats.rules.attention import attention_sink as attention_sink
@@ -23,11 +26,14 @@ from hookstats.rules.attention import dead_experts as dead_experts
 from hookstats.rules.attention import expert_load as expert_load
 from hookstats.rules.blocks import BLOCK_FORMATS as BLOCK_FORMATS
 from hookstats.rules.blocks import BlockFit as BlockFit
+from hookstats.rules.buffers import moving_statistics as moving_statistics
+from hookstats.rules.buffers import norm_of_few_values as norm_of_few_values
 from hookstats.rules.buffers import runaway_statistics as runaway_statistics
 from hookstats.rules.buffers import still_statistics as still_statistics
 from hookstats.rules.buffers import uninitialised_buffer as uninitialised_buffer
 from hookstats.rules.collapse import constant_output as constant_output
 from hookstats.rules.collapse import equal_channels as equal_channels
+from hookstats.rules.collapse import equal_modules as equal_modules
 from hookstats.rules.collapse import posterior_collapse as posterior_collapse
 from hookstats.rules.collapse import silent_rows as silent_rows
 from hookstats.rules.cross_entropy import cross_entropy_gradient as cross_entropy_gradient
@@ -80,4 +86,5 @@ from hookstats.rules.story import head as head
 from hookstats.rules.story import story as story
 from hookstats.rules.targets import unreachable_targets as unreachable_targets
 from hookstats.rules.targets import unscaled_targets as unscaled_targets
+from hookstats.rules.updates import tiny_updates as tiny_updates
 from hookstats.rules.updates import update_ratio as update_ratio

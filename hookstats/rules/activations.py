@@ -1,4 +1,4 @@
-"""Channels that have stopped working: dead ones behind a ReLU, saturated ones behind a tanh or a sigmoid."""
+"""Channels that do not work: dead ones behind a ReLU, saturated ones behind a tanh or a sigmoid, dropped ones."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from hookstats.numbers.fields import FIELDS, Counts
+from hookstats.rules.answers import answer, count_classes
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.formatting import percent
 from hookstats.rules.losses import has_fallen, note_losses
@@ -202,3 +203,74 @@ def _measure_saturation(step: Step, site: int, slope: float, is_tanh: bool) -> f
 
 def _channels(share: Any) -> str:
     return "all channels" if share == 1 else f"{percent(share)} of the channels"
+
+
+@rule(of="grad_output", depth=3)
+def heavy_dropout(
+    step: Step,
+    memory: Memory,
+    share: float = 0.75,
+    of_answers: float = 0.02,
+    consecutive_steps: int = 10,
+    late: int = 50,
+    channels: int = 8,
+) -> Ill | None:
+    """Dropout that leaves next to nothing, or drops answers: note, or warning.
+
+    What a dropout leaves out gets no gradient: in the gradient of the output before it, as many values of each channel
+    are exactly 0, but for chance. So a layer is ill where more than ``share`` = 0.75 of its gradient are 0, or
+    ``of_answers`` = 0.02 of that of the model's last output and more than one in each row, in ``consecutive_steps`` =
+    10 measured steps in a row, and where the zeros of its channels, added up over these steps, vary from one channel to
+    the next as a coin's throws do, and those of all of them from step to step. It is a warning where answers are
+    dropped, and where the loss has not come down after ``late`` = 50 of these steps. The law is arithmetic; the figures
+    are ours.
+
+    What else looks like it: a network that is to be as noisy. What to do: give the share that is left out (0.1 to 0.5
+    as a rule), not the share that is kept; no dropout comes after the last layer.
+
+    False-positive guards: zeros of a ReLU, a mask or pooling are not equally many in all channels, or exactly as many,
+    or as many in each step; gradients of fewer than ``channels`` = 8 channels are not judged.
+    """
+    note_losses(step, memory)
+    totals, counted = step.totals, memory.setdefault("counted", {})  # steps, values, zeros, since when, chance
+    found, limits = answer(step), np.full(len(step.sites), share)
+    if found is not None:  # of a row that is sure, the right class may have none
+        limits[found[1]] = max(of_answers, 1.5 / max(count_classes(step, found[0]), 1))
+    likely = step.valued("grad_output") & (totals.zeros > limits * totals.count) & (totals.zeros < totals.count)
+    if not np.count_nonzero(likely) and not counted:
+        return None
+    for site in [each for each in counted if step.calls[each] and not likely[each]]:
+        del counted[site]
+    ill, rates, since = np.zeros(len(step.sites), bool), totals.zeros / totals.count, np.zeros(len(step.sites), int)
+    for site in np.flatnonzero(likely).tolist():
+        state = step.state(site)
+        if state is None or state.shape[1] < channels:
+            continue
+        values, zeros, steps, off, began = counted.get(site, (np.zeros(state.shape[1]), 0.0, 0, 0.0, step.number))
+        if len(values) == state.shape[1]:
+            rate = float(np.sum(zeros) / values.sum()) if steps else float(rates[site])
+            count = float(totals.count[site])
+            off += (float(totals.zeros[site]) - rate * count) ** 2 / (count * rate * (1 - rate))
+            values, zeros, steps = values + state[_COUNT], zeros + state[_ZEROS], steps + 1
+            counted[site] = values, zeros, steps, off, began
+        if steps >= consecutive_steps:
+            rate = zeros.sum() / values.sum()
+            chance = float(((zeros - rate * values) ** 2 / (values * rate * (1 - rate))).mean())
+            ill[site], rates[site], since[site] = 1 / 3 < chance < 3 and 0.1 * steps < off < 4 * steps, rate, began
+    stands = has_fallen(memory) is False
+    text = (
+        "{value:%} of the gradient of the output of {name} are 0, as many in each channel, but for chance: a dropout "
+        "after it leaves {left:%}{advice}."
+    )
+    last = -1 if found is None else found[1]
+    of_last = " of the model's answers. No dropout comes after the last layer"
+    usual = ". Its argument is the share that is left out, usually 0.1 to 0.5, and not the share that is kept"
+    words = {
+        "left": 1 - rates,
+        "advice": lambda site: of_last if site == last else usual,
+    }
+
+    def severity(site: int) -> str:
+        return "warning" if site == last or (stands and counted[site][2] >= late) else "note"
+
+    return Ill(ill, text, rates, share, severity, since=since, words=words)

@@ -30,12 +30,12 @@ def _answer(step: Step) -> tuple[int, int, int] | None:
     return outputs[-1], gradient, int(step.calls[gradient])
 
 
-def _is_of_softmax(step: Step, gradient: int) -> bool:
+def is_of_softmax(step: Step, gradient: int) -> bool:
     """Return whether a gradient adds up to 0, as that of a softmax does in each row."""
     return bool(abs(step.sums[gradient]) < 1e-3 * step.totals.l1_norm[gradient])
 
 
-def _classes(step: Step, site: int) -> int:
+def count_classes(step: Step, site: int) -> int:
     """Return how many channels a site has; 0 where they are not known."""
     state = step.state(site)
     return 0 if state is None else state.shape[1]
@@ -43,37 +43,59 @@ def _classes(step: Step, site: int) -> int:
 
 @rule(depth=2, sums=True)
 def probabilities_as_logits(step: Step, consecutive_steps: int = 10) -> Ill | None:
-    """Probabilities are given to a cross-entropy that expects logits: softmax or sigmoid before it (warning).
+    """Probabilities are given to a loss that expects logits: softmax, sigmoid or tanh before a cross-entropy (warning).
 
-    The last output of the model lies in [0, 1]; the loss lies where the cross-entropy of such logits of ``n`` classes,
-    as many as there are channels, must lie, between log(1 + (n - 1) / e) and log(1 + (n - 1) e); and the gradient is
-    that of a softmax: not 0 anywhere, 0 on average, and of the size 2 (1 - exp(-loss)) in all that the loss implies.
-    All this holds in ``consecutive_steps`` = 10 measured steps in a row. The rule is ours; it follows from the
-    definition.
+    The last output of the model lies in [0, 1], or in [-1, 1] up to its ends; the loss lies where the cross-entropy of
+    such logits of ``n`` classes, as many as there are channels, must lie, between log(1 + (n - 1) / e) and log(1 + (n -
+    1) e), of a tanh with e squared; and the gradient is that of a softmax: not 0 anywhere, 0 on average, and of the
+    size 2 (1 - exp(-loss)) in all that the loss implies. Or it is that of a binary cross-entropy of logits in [0, 1],
+    sigmoid(y) - t, which is never between -0.26 and 0.5, nor beyond 0.74 and -0.5. All this holds in
+    ``consecutive_steps`` = 10 measured steps in a row. The rule is ours; it follows from the definition.
 
     What else looks like it: nothing that we know; a negative log likelihood of probabilities has a gradient at one
-    class of each row. What to do: leave out the softmax or sigmoid; cross_entropy has its own.
+    class of each row, and that of a binary cross-entropy of probabilities is beyond 1. What to do: leave out the last
+    activation; cross_entropy and binary_cross_entropy_with_logits have their own.
 
-    False-positive guards: the module of that output has no parameters, as a layer whose logits are small has.
+    False-positive guards: the module of that output has no parameters, as a layer whose logits are small has; its
+    values add up to 1, are near 0.5 in the middle, or come near an end, as those of a pooling need not.
     """
     found, loss = answer(step), step.scalars.get("loss")
     if found is None or loss is None:
         return None
     site, gradient, calls = found
     totals, is_ill, least = step.totals, False, 0.0
-    if totals.min[site] >= 0 and totals.max[site] <= 1 and step.nonfinite[site] == 0:
-        classes = _classes(step, site)
-        least, most = (math.log(1 + (classes - 1) * math.exp(sign)) if classes > 1 else math.inf for sign in (-1, 1))
-        size, expected = totals.l1_norm[gradient], 2 * (1 - math.exp(-loss)) * calls
-        is_ill = classes > 1 and least * 0.999 <= loss <= most * 1.001 and _is_of_softmax(step, gradient)
-        is_ill = is_ill and 0.75 * expected < size < 1.25 * expected
-        is_ill = is_ill and totals.zeros[gradient] < 0.1 * totals.count[gradient] and not step.once(has_weights)[site]
+    low, high = float(totals.min[site]), float(totals.max[site])
+    if low >= -1 and high <= 1 and step.nonfinite[site] == 0 and not step.once(has_weights)[site]:
+        classes, is_tanh, mean = count_classes(step, site), low < 0, float(totals.mean[site])
+        rows = float(step.sums[site]) / max(classes, 1)  # 1 or more where it adds up to 1 over the batch
+        is_one = abs(mean * classes - 1) < 1e-3 or 0.3 < mean < 0.7 or high > 0.95
+        is_one = is_one or (rows > 0.5 and abs(rows - round(rows)) < 1e-4 * rows)
+        if max(high, -low) > 0.99 if is_tanh else is_one:
+            span = 2 if is_tanh else 1
+            least, most = (math.log(1 + (max(classes, 2) - 1) * math.exp(sign * span)) for sign in (-1, 1))
+            size, expected = totals.l1_norm[gradient], 2 * (1 - math.exp(-loss)) * calls
+            is_ill = classes > 1 and least * 0.999 <= loss <= most * 1.001 and is_of_softmax(step, gradient)
+            is_ill = is_ill and 0.75 * expected < size < 1.25 * expected
+            is_ill = is_ill and totals.zeros[gradient] < 0.1 * totals.count[gradient]
+            if not is_ill and not is_tanh and calls == 1:
+                is_ill, least = _is_of_two_sigmoids(step, gradient, loss), math.log(1 + math.exp(-1))
     text = (
-        "{tensor} lies in [0, 1], as probabilities do, and the loss is the cross-entropy of these as if they were "
-        "logits: it cannot come below {threshold}, and its gradient is small. Leave out the softmax or sigmoid before "
-        "the loss: cross_entropy has its own."
+        "{tensor} lies in [{low}, {high}], as what a softmax, sigmoid or tanh gives does, and the loss is the "
+        "cross-entropy of this as if it were logits: it cannot come below {threshold}, and its gradient is small. "
+        "Leave out that activation: the loss has its own."
     )
-    return Ill(is_ill, text, loss, least, steps=consecutive_steps, site=site)
+    words = {"low": -1.0 if low < 0 else 0.0, "high": 1.0}
+    return Ill(is_ill, text, loss, least, steps=consecutive_steps, site=site, words=words)
+
+
+def _is_of_two_sigmoids(step: Step, gradient: int, loss: float) -> bool:
+    """Return whether a gradient is that of a binary cross-entropy whose logits lie in [0, 1]."""
+    totals, count = step.totals, float(step.totals.count[gradient])
+    low, high, off = float(totals.min[gradient]) * count, float(totals.max[gradient]) * count, 0.01
+    one = 1 / (1 + math.exp(-1))  # of the largest logit
+    is_within = 0.5 - off < high < one + off and -0.5 - off < low < one - 1 + off
+    is_apart = totals.zeros[gradient] == 0 and float(totals.abs_mean[gradient]) * count > 1 - one
+    return bool(is_within and is_apart and math.log(1 + math.exp(-1)) < loss < math.log(1 + math.e))
 
 
 def has_weights(step: Step) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -105,12 +127,12 @@ def initial_loss(step: Step, memory: Memory, factor: float = 3.0) -> Ill | None:
         return None
     memory["is_judged"] = True
     found = answer(step)
-    classes = 0 if found is None else _classes(step, found[0])
+    classes = 0 if found is None else count_classes(step, found[0])
     if found is None or classes < 2:
         return None
     site, gradient, calls = found
     guessing, size = math.log(classes), float(step.totals.l1_norm[gradient])
-    is_each = calls <= size <= 2.01 * calls and _is_of_softmax(step, gradient)
+    is_each = calls <= size <= 2.01 * calls and is_of_softmax(step, gradient)
     is_ill = is_each and loss > factor * guessing * (0.9 if calls > 1 else 1.0)
     begin = "the first loss is {value}, and guessing among {classes} classes would cost {threshold}: "
     if calls > 1:
@@ -129,16 +151,20 @@ def initial_loss(step: Step, memory: Memory, factor: float = 3.0) -> Ill | None:
 
 
 @rule(per_site=False, depth=6, is_cause=False)
-def no_progress(step: Step, memory: Memory, share: float = 0.02, after: int = 100) -> Ill | list[Ill] | None:
-    """The loss is where it began (a note): what it was in the first 5 steps, after ``after`` = 100 of them.
+def no_progress(
+    step: Step, memory: Memory, share: float = 0.02, small: float = 0.2, after: int = 100
+) -> Ill | list[Ill] | None:
+    """The loss is where it began, or has stood since a small fall (a note): after ``after`` = 100 steps.
 
-    The median of the last 20 losses is judged: it has not come down by ``share`` = 0.02 of the first ones, nor by the
-    deviation of these. Every step counts, measured or not; it is judged after 100 steps, after 200, 400, and so on, and
-    said where it was not so the time before. The figures are ours.
+    The median of the last 20 losses is judged: it has not come down by ``share`` = 0.02 of the first 5, nor by the
+    deviation of these; or it has come down by less than ``small`` = 0.2 of them, and not at all since half of the
+    steps. Every step counts, measured or not; it is judged after 100 steps, after 200, 400, and so on, and said where
+    it was not so the time before. The figures are ours.
 
     What else looks like it: losses that do not say what was learned, of a policy, or of both sides of a GAN; a very
-    long warmup. What to do: look at what else was found; train on one batch until it is known by heart; look at whether
-    labels belong to their data.
+    long warmup; data of which little can be known. What to do: look at what else was found; train on one batch until it
+    is known by heart; look at whether labels belong to their data, and whether the answer depends on the input at all:
+    a model that has learned how often each answer comes has such a loss.
     """
     losses = [loss for loss in step.read_scalar("loss").values() if math.isfinite(loss)]
     if not step.read_scalar("loss"):
@@ -147,20 +173,76 @@ def no_progress(step: Step, memory: Memory, share: float = 0.02, after: int = 10
     firsts += losses[: 5 - len(firsts)]
     last.extend(losses)
     count = memory["count"] = memory.get("count", 0) + len(losses)
-    if count < memory.get("next", after):
+    turn = memory.setdefault("next", after // 2)  # the first half is there to be compared with
+    if count < turn:
         return []
-    while memory.get("next", after) <= count:
-        memory["next"] = 2 * memory.get("next", after)
-    first, now = middle(np.array(firsts)), middle(np.array(last))
+    while memory["next"] <= count:
+        memory["next"] *= 2
+    before, now = memory.get("half", math.nan), middle(np.array(last))
+    memory["half"], first = now, middle(np.array(firsts))
+    if turn < after:
+        return []
     noise = float(np.std(last)) / math.sqrt(len(last))
-    is_ill = now >= first - max(share * abs(first), noise)
-    is_new, memory["was_ill"] = is_ill and not memory.get("was_ill", False), is_ill
-    text = (
-        "the loss is {value} after {steps} steps, and began at {threshold}: nothing has been learned that it shows. If "
-        "nothing else was found: train on a single batch until it is known by heart, and look at whether the labels "
+    never = now >= first - max(share * abs(first), noise)
+    stands = now > 0 and now > (1 - small) * first and now >= before - max(share * (first - now), noise)
+    is_new, memory["was_ill"] = (never or stands) and not memory.get("was_ill", False), never or stands
+    text = "the loss is {value} after {steps} steps, and began at {threshold}: "
+    text += (
+        "nothing has been learned that it shows. "
+        if never
+        else (
+            "it was {before} after half of them, and stands. Such a loss is often that of how frequent each answer is, "
+            "which takes no input. "
+        )
+    )
+    text += (
+        "If nothing else was found: train on a single batch until it is known by heart, and look at whether the labels "
         "belong to their data."
     )
-    return Ill(is_new, text, now, first, "note", words={"steps": str(count)})
+    return Ill(is_new, text, now, first, "note", words={"steps": str(count), "before": before})
+
+
+@rule(per_site=False, depth=5, is_cause=False)
+def impossible_loss(
+    step: Step, memory: Memory, share: float = 0.02, classes: int = 20, within: int = 1000, consecutive_steps: int = 10
+) -> Ill | list[Ill] | None:
+    """The loss is lower than it can be, or than it can be so soon (a note): below 0, or next to nothing.
+
+    A loss whose first five values were above 0 has been below 0 for ``consecutive_steps`` = 10 steps in a row. Or a
+    cross entropy over more than ``classes`` = 20 classes, which the gradient of the last output shows it to be, has
+    come to ``share`` = 0.02 of that of guessing, within ``within`` = 1000 steps. The bound of a cross entropy and of a
+    squared error is arithmetic; the figures are ours.
+
+    What else looks like it: likelihoods of densities, which may be below 0, an entropy or a reward that is subtracted;
+    data that are learned by heart. What to do: of a binary cross entropy see that targets lie between 0 and 1, and of a
+    divergence which argument holds logarithms; where the answer is known too soon, see whether the input holds it:
+    labels that are not shifted by one token, a missing causal mask, rows that training and validation share.
+
+    False-positive guards: losses that begin below 0, and models that know the answer from the start, are not judged.
+    """
+    losses = [loss for loss in step.read_scalar("loss").values() if math.isfinite(loss)]
+    firsts, last = memory.setdefault("firsts", []), memory.last("last", consecutive_steps)
+    firsts += losses[: 5 - len(firsts)]
+    last.extend(losses)
+    if not losses or len(last) < consecutive_steps or min(firsts) <= 0:
+        return []
+    below = (
+        "the loss has been below 0 for {steps} steps, now {value}, and began at {first}: no cross entropy and no "
+        "squared error can be. See that the targets of a binary cross entropy lie between 0 and 1, that a divergence "
+        "is given logarithms where it expects them, and what is subtracted; likelihoods of densities may be below 0."
+    )
+    words, now = {"steps": str(consecutive_steps), "first": middle(np.array(firsts))}, middle(np.array(last))
+    found, guessing = [Ill(max(last) < 0, below, now, 0.0, "note", words=words)], math.inf
+    if 0 <= now < 1 and step.number <= within and (known := answer(step)) is not None:
+        width = count_classes(step, known[0])
+        guessing = math.log(width) if width > classes and is_of_softmax(step, known[1]) else math.inf
+    soon = (
+        "the loss is {value} after {number} steps, where guessing among so many classes costs {threshold}: so soon the "
+        "answer is in what the model is given. Look for labels that are not shifted by one, a missing causal mask, a "
+        "target among the inputs, or one batch that comes again."
+    )
+    is_soon = min(firsts) > guessing / 2 and now < share * guessing < math.inf
+    return [*found, Ill(is_soon, soon, now, guessing, "note", words={"number": str(step.number + 1)})]
 
 
 @rule(of="grad_output", depth=2, sums=True)
@@ -181,7 +263,7 @@ def broadcast_target(step: Step, consecutive_steps: int = 5, residual: float = 1
     and those that are the same for all rows, are not judged.
     """
     found, loss = answer(step), step.scalars.get("loss")
-    if found is None or loss is None or found[2] > 1 or _classes(step, found[0]) > 1:
+    if found is None or loss is None or found[2] > 1 or count_classes(step, found[0]) > 1:
         return None
     site, gradient, _ = found
     totals = step.totals
@@ -222,7 +304,7 @@ def nll_of_logits(step: Step, consecutive_steps: int = 5) -> Ill | None:
     is_ill = False
     if totals.max[gradient] == 0:
         lowest, count = float(totals.min[gradient]), float(totals.count[gradient])
-        chosen, classes = count - float(totals.zeros[gradient]), _classes(step, gradient)
+        chosen, classes = count - float(totals.zeros[gradient]), count_classes(step, gradient)
         is_ill = chosen >= 8 and lowest < 0 and abs(float(totals.l1_norm[gradient]) / (-lowest * chosen) - 1) < 1e-5
         is_ill = is_ill and classes > 1 and chosen * classes <= count and bool(totals.max[site] > 0)
     text = (
@@ -252,7 +334,7 @@ def sorted_data(step: Step, memory: Memory, share: float = 0.7, batches: int = 1
     state = None if found is None or found[2] > 1 else step.state(found[1])
     if found is None or state is None or state.shape[1] < 3 or state[_COUNT].min() < rows:
         return None
-    if not _is_of_softmax(step, found[1]):
+    if not is_of_softmax(step, found[1]):
         return None
     pulled = np.flatnonzero(state[_MIN] < 0)
     chosen = int(pulled[0]) if len(pulled) == 1 and state[_MAX, pulled[0]] <= 0 else -1
@@ -293,7 +375,7 @@ def absent_class(
     """
     found = answer(step)
     state = None if found is None or found[2] > 1 else step.state(found[1])
-    if found is None or state is None or state.shape[1] < 3 or not _is_of_softmax(step, found[1]):
+    if found is None or state is None or state.shape[1] < 3 or not is_of_softmax(step, found[1]):
         return None
     classes = state.shape[1]
     if len(memory.get("had", ())) != classes:

@@ -9,7 +9,8 @@ import numpy as np
 
 from hookstats.numbers.fields import Counts
 from hookstats.rules.engine import Ill, rule
-from hookstats.rules.formatting import number
+from hookstats.rules.formatting import number, times
+from hookstats.rules.history import Streak
 from hookstats.rules.learning import SPARSE, are_sums_of_outputs
 from hookstats.rules.memory import Memory
 from hookstats.rules.step import Mask, Step
@@ -24,15 +25,15 @@ def missing_gradients(step: Step, memory: Memory, steps: int = 20) -> list[Ill] 
     that is not. The parameters have had no gradient, or one that is 0 throughout, from the start and for ``steps`` = 20
     steps in which the module ran, at least five of them measured. The finding names the last module without one in
     order of execution: behind it the path from the loss is cut, by ``detach()``, ``no_grad``, an integer, ``.item()``,
-    or weights that are 0. The figures are ours.
+    or weights that are 0. Where modules have never run, while others have, in twice as many steps, that is a note: no
+    forward calls them. The figures are ours.
 
     What else looks like it: a head that this loss does not use, or not yet. What to do: look at what is done with the
     output that is named, up to the next module; freeze what is not to learn with ``requires_grad=False``.
 
-    False-positive guards: frozen parameters have no gradient to wait for; modules that do not run are not
-    judged, nor is what ever had a gradient, or has changed without one; a gradient that is 0 behind weights that begin
-    with 0 (LoRA, the last norm of a residual block) lasts a step or two; a last head whose loss is multiplied by 0 is
-    a note.
+    False-positive guards: frozen parameters have no gradient to wait for; nothing is said of what ever had one, or has
+    changed without; a gradient that is 0 behind weights that begin with 0 (LoRA, the last norm of a residual block)
+    lasts a step or two; a last head whose loss is multiplied by 0 is a note.
     """
     gradients, totals = step.is_kind("param_grad"), step.totals
     arrived = step.valued("param_grad")
@@ -46,12 +47,15 @@ def missing_gradients(step: Step, memory: Memory, steps: int = 20) -> list[Ill] 
     if not np.count_nonzero(gradients & ~reached):
         return []
     reached |= gradients & (updates >= 0) & ((totals.abs_max > 0) & (totals.count > 0))[updates] & ~arrived
-    waits = gradients & ~reached & (outputs >= 0) & (totals.count > 0)[outputs]
-    streak = memory.streak()
-    ill = streak.push(step.number, waits, waits | reached, 5)
+    waits = gradients & ~reached & (outputs >= 0)
+    runs = waits & (totals.count > 0)[outputs]
+    streak, idle = memory.streak(), memory.streak("idle")
+    ill = streak.push(step.number, runs, runs | reached, 5)
     ill = ill & (step.number - streak.since + 1 >= steps)
+    rests = idle.push(step.number, waits & ~runs, None, 5) & (step.number - idle.since + 1 >= 2 * steps)
+    found = [_say_idle(step, rests, idle)] if rests.any() and reached[gradients].any() else []
     if not ill.any() or not reached[gradients].any():
-        return []
+        return found
     places = {site: place for place, site in enumerate(step.order.tolist())}
     sites = sorted(np.flatnonzero(ill).tolist(), key=lambda site: places[int(outputs[site])])
     first, last = sites[-1], _module(step, sites[-1])
@@ -74,7 +78,21 @@ def missing_gradients(step: Step, memory: Memory, steps: int = 20) -> list[Ill] 
     others = {module: ran[module] for module in _modules(step, np.flatnonzero(reached & gradients)) if module in ran}
     is_cut = _is_cut(_modules(step, sites), _modules(step, zero), ran, others)
     severity, since = "warning" if is_cut else "note", int(streak.since[first])
-    return [Ill(True, text, 0.0, 0.0, severity, since=since, site=first, sites=[first, *sites[:-1]], words=words)]
+    missing = Ill(True, text, 0.0, 0.0, severity, since=since, site=first, sites=[first, *sites[:-1]], words=words)
+    return [missing, *found]
+
+
+def _say_idle(step: Step, rests: Mask, idle: Streak) -> Ill:
+    sites = np.flatnonzero(rests & (idle.since == idle.since[rests].min())).tolist()
+    modules = list(dict.fromkeys(_module(step, site) for site in sites))
+    more = f" and {times(len(modules) - 3, 'other')}" if len(modules) > 3 else ""
+    text = (
+        f"{', '.join(modules[:3])}{more}: no forward has called {'it' if len(modules) == 1 else 'them'} since step "
+        "{since}, and the parameters there get no gradient. Call what is meant to be used, under this very name; leave "
+        "out of the model what is not."
+    )
+    since = int(idle.since[sites[0]])
+    return Ill(True, text, len(modules), 0.0, "note", since=since, site=sites[0], sites=sites)
 
 
 def _module(step: Step, parameter: int) -> str:
@@ -101,6 +119,40 @@ def _is_cut(missing: set[str], zero: set[str], ran: dict[str, int], others: dict
         for module, block in blocks.items()
         for each, place in others.items()
     )
+
+
+@rule(of="output", per_site=False, depth=2)
+def no_gradients(step: Step, memory: Memory, steps: int = 30) -> Ill | None:
+    """No gradient reaches the model at all, though it runs and a loss is given (critical).
+
+    From the start, and for ``steps`` = 30 steps, at least five of them measured, outputs came and losses were given, no
+    gradient of an output or a parameter did, and no parameter changed: what ``backward()`` is called on does not come
+    from the model. It follows from what is measured; the figure is ours.
+
+    What else looks like it: a model that is only looked at, in training mode, whose parameters are not frozen. What to
+    do: look between the outputs and the loss for ``detach()``, ``.item()``, ``numpy()``, ``argmax``, ``no_grad``, and a
+    tensor that is made anew of the loss (``torch.tensor(loss, requires_grad=True)`` only hides that the path is cut);
+    and see that ``backward()`` is called.
+
+    False-positive guards: parameters that require no gradient have none to wait for; without a loss nothing is said.
+    """
+    weights = step.is_kind("param_grad")
+    sizes, before = step.totals.rms[step.is_kind("param_sample")], memory.get("sizes")
+    memory["sizes"] = sizes
+    changes = before is not None and len(before) == len(sizes) and bool((sizes != before).any())
+    comes = step.fired("grad_output").any() or step.fired("param_grad").any()
+    memory["came"] = came = memory.get("came", False) or changes or bool(comes)
+    if came or not weights.any():
+        return None
+    text = (
+        "no gradient has reached the model in any measured step since step {since}, though it runs and has losses: "
+        "what backward() is called on does not come from the outputs. Look for detach(), .item(), numpy(), argmax or "
+        "no_grad on the way to the loss, and for a loss that is made anew by torch.tensor(..., requires_grad=True)."
+    )
+    streak = memory.streak("waits")
+    waits = bool(streak.push(step.number, np.array([bool(step.read_scalar("loss"))]), steps=5)[0])
+    since = int(streak.since[0])
+    return Ill(waits and step.number - since + 1 >= steps, text, 1.0, 1.0, "critical", since=since)
 
 
 @rule(of="param_grad", per_site=False, depth=2, sums=True)

@@ -53,15 +53,17 @@ def page(name: str) -> RulePage:
 
 
 def markdown() -> str:
-    """A section for each rule, as the site has them: docs/rules_sections.py."""
-    sections = []
+    """Return the table of all rules and a section for each, as the site has them: docs/rules_sections.py."""
+    rows, sections = ["| rule | finds |", "|---|---|"], []
     for each in pages():
         first, *others = each.paragraphs
+        rows.append(f"| [{each.name}](#{each.name}) | {first.replace('|', chr(92) + '|')} |")
         lines = [f"### {each.name}", f"![A run with {each.name}, as the report shows it](rules/{each.name}.png)", first]
         lines += [
             re.sub(r"^(What else looks like it|What to do|False-positive guards):", r"**\1:**", p) for p in others
         ]
+        lines.append(f"`hookstats.rules.{each.of}({each.arguments})`")
         sections.append(
             "\n\n".join("\n".join(textwrap.wrap(p, 128, break_on_hyphens=False, break_long_words=False)) for p in lines)
         )
-    return "\n\n".join(sections) + "\n"
+    return "\n\n".join(["\n".join(rows), *sections]) + "\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hookstats.numbers.fields import Counts
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.formatting import number
 from hookstats.rules.memory import Memory
@@ -76,20 +77,12 @@ def still_statistics(step: Step, memory: Memory, consecutive_steps: int = 10) ->
     False-positive guards: statistics that were loaded and never moved since, and norms that do not run or get no
     gradient, are not judged.
     """
-    is_mean, variances = (
-        step.alike(_means),
-        step.partner("buffer_sample", "buffer_sample", "running_mean", "running_var"),
-    )
-    if not is_mean.any():
+    is_mean, differs = step.alike(_means), _find_moved(step, memory)
+    if differs is None:
         return None
     totals, moved = step.totals, memory.of_sites("moved", False)
-    now, last = np.array([totals.mean, totals.rms, totals.max]), memory.get("last")
-    memory["last"] = now
-    if last is None or last.shape != now.shape:
-        return None
-    differs = (now != last).any(0)
-    differs |= differs[variances]
-    moved |= is_mean & differs
+    variances = step.partner("buffer_sample", "buffer_sample", "running_mean", "running_var")
+    moved |= differs
     is_new = (totals.abs_max == 0) & (totals.min[variances] == 1) & (totals.max[variances] == 1)
     outputs = step.partner("buffer_sample", "output", "running_mean")
     weights = step.partner("buffer_sample", "param_grad", "running_mean", "weight")
@@ -109,6 +102,72 @@ def still_statistics(step: Step, memory: Memory, consecutive_steps: int = 10) ->
         ill, text, consecutive_steps, consecutive_steps, lambda site: "note" if moved[site] else "warning",
         judged, consecutive_steps, words=words,
     )  # fmt: skip
+
+
+@rule(of="buffer_sample", depth=1)
+def moving_statistics(step: Step, memory: Memory, consecutive_steps: int = 20) -> Ill | None:
+    """Norms in a part of the model that is frozen go on taking up statistics of what they see (a note).
+
+    The running mean or variance of a norm moves from one measured step to the next, and no gradient ever goes through
+    its output, while others get theirs: the weights around it are frozen, and what it makes of the same image is
+    another thing in each step, and another one in evaluation. In ``consecutive_steps`` = 20 measured steps in a row. It
+    follows from what a batch norm computes; the figure is ours.
+
+    What else looks like it: statistics that are to be those of the new data, and a teacher that is an average of the
+    model. What to do: call ``eval()`` on the frozen part after each ``model.train()``; ``requires_grad=False`` and
+    ``no_grad`` stop gradients, not statistics.
+
+    False-positive guards: norms whose own weights get a gradient are not judged, nor is a model without gradients of
+    outputs.
+    """
+    ids, outputs = step.alike(_norms)
+    gradients = step.partner("output", "grad_output")[outputs]
+    weights = step.partner("buffer_sample", "param_grad", "running_mean", "weight")[ids]
+    differs, had = _find_moved(step, memory), memory.of_sites("had", False)
+    had[ids] |= ((gradients >= 0) & (step.calls[gradients] > 0)) | ((weights >= 0) & (step.calls[weights] > 0))
+    if differs is None or not len(ids) or not step.fired("grad_output").any():
+        return None
+    judged = np.zeros(len(step.sites), bool)
+    judged[ids] = True
+    text = (
+        "{names}: no gradient goes through these norms, and their statistics have moved in each measured step since "
+        "step {since}: what is frozen is still in training mode, and gives other features in each step and in "
+        "evaluation. Call eval() on that part after model.train()."
+    )
+    return Ill(
+        judged & differs & ~had, text, consecutive_steps, consecutive_steps, "note", judged, consecutive_steps,
+        together=True,
+    )  # fmt: skip
+
+
+@rule(of="buffer_sample", depth=1, sums=True)
+def norm_of_few_values(step: Step, memory: Memory, values: int = 4, consecutive_steps: int = 10) -> Ill | None:
+    """A batch norm normalises over hardly any values: ``values`` = 4 of each channel, or fewer (warning).
+
+    A norm with running statistics takes the mean and the variance of each channel over the rows and places of a batch.
+    Over two values it makes 1 and -1 of them, whatever they were; over four, the deviation is off by 40 % from batch to
+    batch, and evaluation normalises by others. So many there were of each channel in a forward, in
+    ``consecutive_steps`` = 10 measured steps in a row. It is a matter of counting; the figures are ours.
+
+    What else looks like it: nothing that we know. What to do: larger batches, a GroupNorm or LayerNorm in its place,
+    SyncBatchNorm where several ranks have a few rows each, or ``eval()`` for norms that were trained before.
+
+    False-positive guards: a smaller batch at the end of an epoch is none in a row; norms whose statistics stand still,
+    as in evaluation mode, are not judged.
+    """
+    ids, outputs = step.alike(_norms)
+    differs = _find_moved(step, memory)
+    if differs is None or not len(ids):
+        return None
+    counts, judged = np.full(len(step.sites), np.inf), np.zeros(len(step.sites), bool)
+    counts[outputs] = step.totals.count[outputs] / (step.totals.count[ids] * step.calls[outputs])
+    judged[outputs] = differs[ids]
+    text = (
+        "{names}: normalised over {value} values of each channel, in each measured step since step {since}. The mean "
+        "and variance of so few are chance, and evaluation uses others. Use larger batches, GroupNorm or LayerNorm, or "
+        "SyncBatchNorm over ranks."
+    )
+    return Ill(counts <= values, text, counts, values, judged=judged, steps=consecutive_steps, together=True)
 
 
 @rule(of="buffer_sample", depth=3)
@@ -164,3 +223,24 @@ def _means(step: Step) -> Mask:
     fired = step.fired("buffer_sample")
     variances = step.partner("buffer_sample", "buffer_sample", "running_mean", "running_var")
     return fired & (variances >= 0) & fired[variances]
+
+
+def _norms(step: Step) -> Counts:
+    """``[2, norms]``: the ids of running means that came, and of the outputs of their norms that ran."""
+    outputs = step.partner("buffer_sample", "output", "running_mean")
+    ids = np.flatnonzero(step.alike(_means) & (outputs >= 0) & step.valued("output")[outputs])
+    return np.array([ids, outputs[ids]])
+
+
+def _find_moved(step: Step, memory: Memory) -> Mask | None:
+    """``[n]``: the running means that are other than in the measured step before, or whose variances are."""
+    is_mean, totals = step.alike(_means), step.totals
+    if not is_mean.any():
+        return None
+    now, last = np.array([totals.mean, totals.rms, totals.max]), memory.get("statistics")
+    memory["statistics"] = now
+    if last is None or last.shape != now.shape:
+        return None
+    differs = (now != last).any(0)
+    variances = step.partner("buffer_sample", "buffer_sample", "running_mean", "running_var")
+    return np.asarray(is_mean & (differs | differs[variances]))

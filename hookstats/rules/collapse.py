@@ -1,4 +1,4 @@
-"""Differences that have gone: rows that get one answer, channels that are one, rows of weights at rest."""
+"""Differences that have gone: rows that get one answer, channels or modules that are one, rows of weights at rest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hookstats.rules.answers import answer
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.formatting import times
 from hookstats.rules.memory import Memory
-from hookstats.rules.step import Step
+from hookstats.rules.step import Step, is_bias, valued_ids
 
 _COUNT, _MEAN, _M2 = map(FIELDS.index, ("count", "mean", "m2"))
 
@@ -145,6 +145,55 @@ def equal_channels(step: Step, memory: Memory, consecutive_steps: int = 5, width
         "more": lambda sites: f", and so of {times(len(sites) - 1, 'other layer')}" if len(sites) > 1 else "",
     }
     return Ill(equal, text, 1.0, 1.0, judged=judged, steps=consecutive_steps, together=True, words=words)
+
+
+@rule(of="param_grad", per_site=False, depth=1)
+def equal_modules(
+    step: Step, memory: Memory, consecutive_steps: int = 5, values: int = 64, first: int = 20
+) -> Ill | None:
+    """Modules that are one and the same: they began with the same weights, and learn the same (warning).
+
+    Two weights are equal, and so are their gradients: sample, mean, rms and both extremes agree to the last bit, in
+    ``consecutive_steps`` = 5 measured steps in a row, from one of the ``first`` = 20 on. Both see the same and are
+    asked the same, so that nothing will ever part them: a copy (``deepcopy``), or a seed that is set before each of
+    them. It follows from the chain rule; the figures are ours.
+
+    What else looks like it: nothing that we know. What to do: initialise each anew, with another seed.
+
+    False-positive guards: copies that see other things, as the layers of a stack do, get other gradients; biases,
+    weights of one value, and those of fewer than ``values`` = 64 numbers are not judged; shared parameters are one.
+    """
+    weights, totals, streak = step.partner("param_grad", "param_sample"), step.totals, memory.streak()
+    age = memory["age"] = memory.get("age", 0) + 1
+    if age > first and not streak.goes_on:
+        return None
+    ids = step.alike(valued_ids, "param_grad")
+    ids = ids[(weights[ids] >= 0) & (totals.count[ids] >= values) & (totals.abs_max[ids] > 0)]
+    sizes = np.sort(totals.rms[ids])
+    equal, groups = np.zeros(len(step.sites), bool), dict[bytes, list[int]]()
+    if np.count_nonzero(sizes[1:] == sizes[:-1]):
+        for site, weight in zip(ids.tolist(), weights[ids].tolist(), strict=True):
+            if totals.min[weight] < totals.max[weight] and not is_bias(step.sites[site].name):
+                both = [[site, weight]]
+                key = np.concatenate([getattr(totals, name)[both] for name in ("count", "mean", "rms", "min", "max")])
+                groups.setdefault(key.tobytes(), []).append(site)
+        for group in groups.values():
+            equal[group] = len(group) > 1
+    text = (
+        "{pair}{more} are equal, and get equal gradients, to the last bit, in each measured step since step {since}: "
+        "they began as copies, see the same, and will never differ. Initialise each anew; deepcopy and a seed that is "
+        "set again copy the values."
+    )
+
+    def name_pair(sites: list[int]) -> str:
+        group = next(each for each in groups.values() if sites[0] in each)
+        return " and ".join(step.sites[site].name for site in group)
+
+    words = {
+        "pair": name_pair,
+        "more": lambda sites: f", and {times(len(sites) - 2, 'other')} alike," if len(sites) > 2 else "",
+    }
+    return Ill(equal, text, 1.0, 1.0, steps=consecutive_steps, together=True, words=words)
 
 
 @rule(of="param_grad", depth=4)

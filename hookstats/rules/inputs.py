@@ -8,6 +8,7 @@ from hookstats.numbers.fields import FIELDS
 from hookstats.rules.activations import has_zero_weights
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.formatting import number
+from hookstats.rules.history import Course
 from hookstats.rules.memory import Memory
 from hookstats.rules.step import Step
 
@@ -40,6 +41,7 @@ def input_shift(
     sigmas: float = 8.0,
     tail: float = 3.0,
     moved: float = 0.5,
+    drifted: float = 2.0,
     window: int = 128,
     min_history: int = 8,
 ) -> list[Ill] | None:
@@ -49,11 +51,13 @@ def input_shift(
     ``factor`` = 10 times its level, or a tenth of it, and also ``sigmas`` = 8 deviations and ``tail`` = 3 times as far
     from it as any of the last ``window`` = 128 measured batches went, in logarithms. One value of a batch that is 1000
     times too large shows in the largest |x|. A mean that has moved by more than ``moved`` = 0.5 standard deviations of
-    the data, as far beyond its own past, is a note. A first argument of nothing but zeros is a warning when other
+    the data, as far beyond its own past, is a note; and so is a level that has come, little by little, to ``drifted`` =
+    2 times what it was at first, or to half of that. A first argument of nothing but zeros is a warning when other
     batches follow. The figures are ours.
 
     What else looks like it: a curriculum, another data set, augmentation that begins. What to do: look at the samples
-    of this batch and at what loads and scales them; leave out the batch, or clip its values.
+    of this batch and at what loads and scales them (in place, of data that come again, it adds up); leave out the
+    batch, or clip its values.
 
     False-positive guards: an input is judged when there are ``min_history`` = 8 batches; heavy tails widen
     their own limit; inputs that are constant, such as masks, are not judged, nor are integers.
@@ -94,6 +98,8 @@ def input_shift(
                     words = {"step": str(step.number), "which": name, "size": size, "times": times, "level": level}
                     found.append(Ill(True, text, shift, factor, site=site, words=words))
             course.push(size, limit)
+        if _is_first(step, site):
+            found += _judge_drift(step, memory, site, memory.course(f"rms {site}", window), len(found) > count, drifted)
         mean, course = float(totals.mean[site]), memory.course(f"mean {site}", window)
         if np.isfinite(mean) and totals.min[site] < totals.max[site]:
             level, away, std = course.level, abs(mean - course.level), float(totals.std[site])
@@ -109,6 +115,22 @@ def input_shift(
                     found.append(Ill(True, text, away / std, moved, "note", site=site, words=words))
             course.push(mean)
     return found if inputs else None
+
+
+def _judge_drift(step: Step, memory: Memory, site: int, course: Course, jumped: bool, factor: float) -> list[Ill]:
+    """Return what is said of a level that has left where it was at first without a jump."""
+    firsts = memory.setdefault("firsts", {})
+    if jumped or len(course) < 2 * _NEAR:
+        firsts.pop(site, None)
+        return []
+    level, (first, since) = course.level, firsts.setdefault(site, (course.level, step.number))
+    text = (
+        "the rms of {tensor} has come to {level} little by little, from {first} in the steps before step {since}: look "
+        "at what changes the data from epoch to epoch, such as scaling in place, unless they are meant to change."
+    )
+    is_far = not 1 / factor <= level / first <= factor
+    words = {"level": level, "first": first}
+    return [Ill(True, text, level / first, factor, "note", site=site, since=since, words=words)] if is_far else []
 
 
 @rule(of=("input", "output"), depth=0)

@@ -135,7 +135,7 @@ def _judge_zero(step: Step, memory: Memory, measured: Mask, steps: int) -> list[
     else:
         text += (
             "gradients of the outputs arrive, and all of them are 0. The loss does not depend on the outputs: look "
-            "whether it ignores every label (ignore_index, an empty mask), or is multiplied by 0."
+            "whether it ignores every label (ignore_index, an empty mask), has a single class, or is multiplied by 0."
         )
     return [Ill(True, text, 1.0, 1.0, "critical", since=since, sites=step.in_order(measured))]
 

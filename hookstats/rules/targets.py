@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from hookstats.rules.answers import answer, has_weights
+from hookstats.rules.answers import answer, has_weights, is_of_softmax
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.losses import has_fallen, note_losses
 from hookstats.rules.memory import Memory
@@ -36,7 +36,8 @@ def _squared_error(step: Step) -> _SquaredError | None:
     totals, count = step.totals, float(step.totals.count[gradient])
     if step.calls[site] > 1 or count < 8 or count != totals.count[site] or step.nonfinite[[site, gradient]].any():
         return None
-    if abs(float(totals.rms[gradient]) * count / (2 * math.sqrt(loss)) - 1) > _EXACT:
+    is_exact = abs(float(totals.rms[gradient]) * count / (2 * math.sqrt(loss)) - 1) <= _EXACT
+    if not is_exact or is_of_softmax(step, gradient):  # which has the same size by chance, of ten classes at first
         return None
     lowest = float(totals.max[site] - totals.max[gradient] * count / 2)
     highest = float(totals.min[site] - totals.min[gradient] * count / 2)

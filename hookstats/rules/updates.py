@@ -1,4 +1,4 @@
-"""Updates against the weights that they change."""
+"""Updates against the weights that they change: too large, or next to nothing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.history import middle
+from hookstats.rules.losses import has_fallen, note_losses
 from hookstats.rules.memory import Memory
 from hookstats.rules.step import Mask, Step, is_bias
 
@@ -100,6 +101,79 @@ def update_ratio(
     going_on = streak.since[streak.lengths > 0].tolist() if streak.goes_on else []
     first = min([step.number, *going_on, *(at for at, _ in rewritten.values())])
     memory["losses"] = {at: loss for at, loss in losses.items() if at > first - 3}
+    return found
+
+
+@rule(per_site=False, depth=2)
+def tiny_updates(
+    step: Step,
+    memory: Memory,
+    ratio: float = 5e-6,
+    fallen: float = 1e-4,
+    consecutive_steps: int = 20,
+    part: float = 0.1,
+    values: int = 64,
+) -> Ill | list[Ill] | None:
+    """Steps that change the parameters by next to nothing, all of them (warning; a note where the loss came down).
+
+    Mean |update| over mean |parameter| is 1e-3 as a rule, and 1e-4 at least in the healthy models of the fleet. A model
+    is ill if that of none of its weights comes to ``ratio`` = 5e-6, nor grows, and the loss does not come down; or if
+    the norm of all updates has fallen to ``fallen`` = 1e-4 of what it was, and a hundred times as far as that of the
+    gradients, so that it is the learning rate that fell: as of a schedule that counts epochs and is stepped at each
+    batch. Either in ``consecutive_steps`` = 20 measured steps in a row, and in the last ``part`` = 0.1 of all steps. It
+    is a note where the loss has come down to half. The figures are ours.
+
+    What else looks like it: a schedule that ends so, on purpose, which lasts for a smaller part of a run. What to do:
+    print the learning rate in each step; look at the unit in which the schedule counts, at what clips or divides the
+    gradients, and at the epsilon of the optimizer.
+
+    False-positive guards: warmup, in which updates grow; updates of which all are exactly 0, or most from the start,
+    which are another problem (`unchanged_parameters`, `lost_updates`); biases, weights of one value, and those of fewer
+    than ``values`` = 64 numbers; a training whose gradients have fallen as far has found what it was looking for.
+    """
+    note_losses(step, memory)
+    weights, totals, norm = step.weights_of_updates, step.totals, step.grad_norm or 0.0
+    measured = (weights >= 0) & (totals.count >= values) & ~step.once(_are_biases)
+    measured &= (totals.min < totals.max)[weights]
+    ids = np.flatnonzero(measured)
+    if not len(ids) or not 0 < norm < np.inf:
+        return None
+    largest = float((totals.abs_mean[ids] / totals.abs_mean[weights[ids]]).max())
+    size, recent = float(np.sqrt(totals.l2_norm[ids] @ totals.l2_norm[ids])), memory.last("recent", consecutive_steps)
+    recent.append((largest, size, norm))
+    usual, of_gradients = memory.get("usual", (0.0, 0.0))
+    if size > usual or norm > of_gradients:
+        _, sizes, norms = np.array(recent)[-9:].T
+        usual, of_gradients = memory["usual"] = max(usual, middle(sizes)), max(of_gradients, middle(norms))
+    memory["reached"] = memory.get("reached", False) or largest > 10 * ratio
+    is_small = largest < ratio and not memory["reached"]
+    has_ended = 0 < size < fallen * usual and 100 * size / usual < norm / of_gradients
+    streaks = [memory.streak("small"), memory.streak("ended")]
+    if not (is_small or has_ended or any(each.goes_on for each in streaks)):
+        return []
+    if is_small:
+        rising, third = np.array(recent)[:, 0], -(-len(recent) // 3)
+        is_lost = 2 * totals.zeros[ids].sum() > totals.count[ids].sum()
+        grows = middle(rising[-third:]) > 1.5 * middle(rising[:third])
+        is_small = not (grows or is_lost) and has_fallen(memory) is False
+    small = (
+        "a step changes no weight by more than {value} of its size, as none has since step {since}, and the loss does "
+        "not come down. About 0.001 is usual: look at the learning rate, and at what clips or divides the gradients."
+    )
+    ended = (
+        "the updates have come to {value} of what they were since step {since}, and the gradients have not: the "
+        "learning rate is next to nothing, and nothing more is learned. Look at the schedule: one that counts epochs "
+        "must not be stepped at each batch."
+    )
+    found = list[Ill]()
+    severity = "note" if has_fallen(memory, 0.5) else "warning"
+    of_usual = size / usual if usual else 0.0
+    kinds = ((small, is_small, largest, ratio), (ended, has_ended, of_usual, fallen))
+    for streak, (text, is_ill, value, limit) in zip(streaks, kinds, strict=True):
+        lasts = streak.push(step.number, np.array([bool(is_ill)]), steps=consecutive_steps)[0]
+        since = int(streak.since[0])
+        is_long = step.number - since + 1 >= part * (step.number + 1)
+        found.append(Ill(bool(lasts and is_long), text, value, limit, severity, since=since))
     return found
 
 

@@ -9,26 +9,29 @@ from types import SimpleNamespace
 import pytest
 
 from hookstats.__main__ import main
-from hookstats.rules import book
+from hookstats.rules import Rule, book, defaults
 from tests.conftest import ROOT
 
 PARTS = ["What else looks like it:", "What to do:", "False-positive guards:"]
 
 
-@pytest.mark.parametrize("page", book.pages(), ids=lambda page: page.name)
-def test_a_page_has_its_parts_and_the_name_of_the_findings(page: book.RulePage) -> None:
+@pytest.mark.parametrize(("page", "rule"), zip(book.pages(), defaults(), strict=True), ids=lambda each: each.name)
+def test_a_page_has_its_parts_the_name_of_the_findings_and_all_arguments(page: book.RulePage, rule: Rule) -> None:
     assert page == book.page(page.name) == book.page(page.of)
     assert page.name == page.of.replace("_", "-") or page.of[0].isupper()
     starts = [next((i for i, each in enumerate(page.paragraphs) if each.startswith(part)), None) for part in PARTS[:2]]
     assert None not in starts
     assert starts == sorted(starts)  # type: ignore[type-var]
-    assert "``" not in "".join(page.paragraphs)
+    prose = " ".join(page.paragraphs)
+    assert "``" not in prose
+    for name in rule.arguments:
+        assert f"`{name}`" in prose, name
 
 
 def test_the_site_has_a_section_for_each_each_with_its_picture() -> None:
     page = SimpleNamespace(file=SimpleNamespace(src_uri="rules.md"))
     made = runpy.run_path(str(ROOT / "docs" / "rules_sections.py"))["on_page_markdown"]("Above", page=page, config={})
-    assert made.startswith("Above\n### ")
+    assert made.startswith("Above\n| rule | finds |")
     assert re.findall("^### (.*)$", made, re.MULTILINE) == [page.name for page in book.pages()]
     for page in book.pages():
         assert f"(rules/{page.name}.png)" in made

@@ -1,6 +1,6 @@
 """Trainings of the fleet: healthy ones give no warning and ill ones are found, at every step and at every tenth.
 
-Of those that are much alike one is here, and none that test_illnesses.py has. All: ``python -m tests.rules.fleet``.
+Of those that are much alike one is here, and none that test_illnesses.py has. All: ``python -m benchmarks.illnesses``.
 """
 
 from __future__ import annotations

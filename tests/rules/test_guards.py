@@ -15,14 +15,21 @@ from hookstats import ExponentBins, Site, Snapshot
 from hookstats.numbers.frame import StepFrame
 from hookstats.rules import (
     dead_channels,
+    equal_modules,
     expert_load,
     exploding_gradients,
+    heavy_dropout,
+    impossible_loss,
+    input_shift,
     judge,
     massive_activations,
+    no_gradients,
     nonfinite,
+    norm_of_few_values,
     outlier_channels,
     residual_drift,
     saturated_channels,
+    tiny_updates,
     update_ratio,
     vanishing_gradients,
 )
@@ -323,3 +330,109 @@ def test_updates_may_stay_large_as_long_as_the_loss_comes_down() -> None:
     large = [updates(weight, 0.2)] * 10
     assert with_loss(large, [2.0 - 0.01 * step for step in range(10)]) == [(9, "note")]
     assert with_loss(large, [2.0] * 10) == [(9, "warning")]
+
+
+def test_a_norm_over_few_values_is_told_where_its_statistics_move() -> None:
+    def norm(rows: int, step: int) -> dict[tuple[str, str], torch.Tensor]:
+        moved = {(f"a.running_{name}", "buffer_sample"): torch.rand(16) + step for name in ("mean", "var")}
+        return {("a", "output"): torch.randn(rows, 16), **moved}
+
+    assert told(norm_of_few_values, (norm(4, step) for step in range(11))) == [(10, "norm-of-few-values")]
+    assert told(norm_of_few_values, (norm(5, step) for step in range(11))) == []
+    assert told(norm_of_few_values, (norm(4 if step % 10 else 64, step) for step in range(50))) == []
+    still = norm(2, 0)  # in evaluation mode
+    assert told(norm_of_few_values, [still] * 20) == []
+
+
+def test_zeros_that_are_no_throws_of_a_coin_are_no_dropout() -> None:
+    def gradients(zeros: Any) -> list[dict[tuple[str, str], torch.Tensor]]:
+        torch.manual_seed(0)
+        masks = [zeros() for _ in range(12)]
+        return [{("b", "grad_output"): torch.randn(64, 16) * ~each, ("a", "grad_output"): each + 1.0} for each in masks]
+
+    slopes = torch.linspace(0.7, 0.99, 16)
+    assert told(heavy_dropout, gradients(lambda: torch.rand(64, 16) < 0.9)) == [(9, "heavy-dropout")]
+    assert told(heavy_dropout, gradients(lambda: torch.rand(64, 16) < slopes)) == []
+    assert told(heavy_dropout, gradients(lambda: (torch.rand(64, 1) < 0.9).expand(64, 16))) == []
+    assert told(heavy_dropout, gradients(lambda: torch.rand(64, 16).argsort(1) < 14)) == []
+    answers = {("b", "output"): torch.randn(64, 16)}
+    sure = gradients(lambda: (torch.rand(64, 16).argsort(1) < 1) & (torch.rand(64, 1) < 0.7))  # one in some rows
+    assert told(heavy_dropout, (answers | each for each in sure)) == []
+    dropped = gradients(lambda: torch.rand(64, 16) < 0.15)
+    assert told(heavy_dropout, (answers | each for each in dropped)) == [(9, "heavy-dropout")]
+
+
+def test_weights_that_are_equal_are_copies_only_where_their_gradients_are_equal_too() -> None:
+    def both(weights: list[torch.Tensor], gradients: list[torch.Tensor]) -> dict[tuple[str, str], torch.Tensor]:
+        return {
+            (f"{name}.weight", kind): each
+            for kind, tensors in (("param_sample", weights), ("param_grad", gradients))
+            for name, each in zip("ab", tensors, strict=True)
+        }
+
+    one, two = torch.randn(8, 16), torch.randn(8, 16)
+    assert told(equal_modules, [both([one, one], [two, two])] * 6) == [(4, "equal-modules")]
+    assert told(equal_modules, [both([one, one], [two, one])] * 6) == []
+    assert told(equal_modules, [both([one, two], [two, two])] * 6) == []
+    assert told(equal_modules, [both([torch.ones(8, 16)] * 2, [two, two])] * 6) == []
+
+
+def test_updates_that_grow_as_in_a_warmup_or_shrink_with_the_gradients_are_not_too_small() -> None:
+    def said(scales: list[float], gradients: float | None = None, losses: float = 0.0) -> list[int]:
+        weight, change, steps = torch.randn(8, 16), torch.randn(8, 16), []
+        for number, scale in enumerate(scales):
+            size = 1.0 if gradients is None else scale * gradients
+            tensors = {("a.weight", "param_sample"): weight, ("a.weight", "update_sample"): scale * change}
+            steps.append(
+                step_of(number, tensors | {("a.weight", "param_grad"): size * change}, loss=2 - losses * number)
+            )
+        return [each.step for each in judge(steps, [tiny_updates])]
+
+    assert said([1e-7] * 40) == [28]
+    assert said([1e-7] * 40, losses=0.05) == []
+    assert said([1e-8 * (1 + number) for number in range(40)]) == []
+    falling = [1e-3] * 30 + [1e-8] * 30
+    assert said(falling) == [49]
+    assert said(falling, gradients=1e3) == []
+    assert said([1e-3] * 300 + [1e-8] * 30) == []  # the end of a schedule
+
+
+def test_a_loss_that_began_below_0_or_is_not_yet_below_it_may_be_so() -> None:
+    def said(losses: list[float]) -> list[int]:
+        return [
+            each.step for each in judge([step_of(i, {}, loss=loss) for i, loss in enumerate(losses)], [impossible_loss])
+        ]
+
+    assert said([1.0] * 5 + [-0.5] * 10) == [14]
+    assert said([1.0] * 5 + [-0.5, 0.1] * 10) == []
+    assert said([-1.0] * 30) == []
+
+
+def test_an_input_that_drifts_is_a_note_and_one_that_varies_is_none() -> None:
+    torch.manual_seed(0)
+    drifting = [{("", "input"): torch.randn(64, 8) * 1.02**step} for step in range(70)]
+    assert told(input_shift, drifting)[0][0] in range(40, 60)
+    assert told(input_shift, ({("", "input"): torch.randn(64, 8) * 1.3 ** (step % 3)} for step in range(70))) == []
+    assert told(input_shift, ({("", "input.1"): each["", "input"]} for each in drifting)) == []  # a state
+
+
+def test_a_model_without_gradients_may_be_without_losses_or_be_changed_in_another_way() -> None:
+    def said(grows: float = 0.0, arrives: int = -1, **scalars: float) -> list[int]:
+        found = []
+        for number in range(40):
+            given = {
+                ("a", "output"): torch.randn(8, 4),
+                ("a.weight", "param_sample"): torch.ones(4, 4) + grows * number,
+            }
+            given |= {("a.weight", "param_grad"): torch.ones(4, 4)} if number == arrives else {}
+            stats = {Site(*site): hookstats.measure(each, -1) for site, each in given.items()}
+            order = list(stats)
+            stats.setdefault(Site("a.weight", "param_grad"), hookstats.measure(torch.empty(0, 4), -1))
+            frame = StepFrame.from_stats(stats, order, number, scalars=dict(scalars))
+            found.append(Snapshot(frame))
+        return [each.step for each in judge(found, [no_gradients])]
+
+    assert said(loss=1.0) == [29]
+    assert said() == []
+    assert said(grows=1e-3, loss=1.0) == []
+    assert said(arrives=3, loss=1.0) == []

@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.illnesses import public_healthy, public_mistakes, twins  # noqa: F401, they register themselves
+from benchmarks.illnesses import (  # noqa: F401, all register theirs
+    counted,
+    ill,
+    more,
+    more_healthy,
+    public_healthy,
+    public_mistakes,
+    twins,
+)
 from benchmarks.illnesses.healthy import HEALTHY
 from benchmarks.illnesses.training import ILL, run, seeded
 from hookstats import Snapshot, attach
@@ -22,9 +30,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @cache
 def of_ill(name: str, kind: str = "mlp") -> list[Finding]:
-    (ill,) = [each for each in ILL if (each.name, each.kind) == (name, kind)]
+    (illness,) = [each for each in ILL if (each.name, each.kind) == (name, kind)]
     seeded()
-    return judge(run(ill.make()).snapshots)
+    return judge(run(illness.make()).snapshots)
 
 
 @cache
@@ -38,6 +46,36 @@ def alarms(found: list[Finding]) -> list[str]:
 
 
 NAMED = [
+    # The most common ones: nothing learns, or the data are wrong.
+    ("a_layer_that_no_optimizer_has", "mlp", "unchanged-parameters", "warning", "2.weight, 2.bias never changed"),
+    ("the_optimizer_of_another_model", "mlp", "unchanged-parameters", "critical", "no parameter of the model has ever"),
+    ("a_learning_rate_of_zero", "mlp", "unchanged-parameters", "critical", "no parameter of the model has ever"),
+    ("a_learning_rate_that_becomes_zero", "mlp", "unchanged-parameters", "critical", "changed since step 50"),
+    ("a_group_whose_learning_rate_becomes_zero", "mlp", "unchanged-parameters", "warning", "changed since step 50"),
+    ("bfloat16_weights_whose_updates_are_lost", "mlp", "lost-updates", "warning", "in bfloat16 a change below 1/512"),
+    ("a_detach_in_the_forward", "mlp", "missing-gradients", "warning", "ends between model.2 and model.3"),
+    ("weights_that_are_all_zero", "mlp", "dead-channels", "critical", "all of its weights are 0"),
+    ("a_batch_a_thousand_times_too_large", "mlp", "input-shift", "warning", "the batch of step 57 is not"),
+    ("one_image_a_thousand_times_too_large", "mlp", "input-shift", "warning", "the batch of step 57 is not"),
+    ("a_loader_that_gives_zeros_from_the_middle_on", "mlp", "constant-input", "warning", "one value throughout, 0"),
+    ("images_that_were_not_loaded", "mlp", "constant-input", "warning", "all rows that the model is given"),
+    ("the_same_image_in_every_row", "mlp", "constant-input", "warning", "all rows that the model is given"),
+    ("pixels_from_0_to_255", "mlp", "unscaled-input", "note", "has an rms of"),
+    ("gradients_that_are_never_zeroed_under_adam", "mlp", "growing-gradients", "warning", "nobody zeroes them"),
+    ("one_layer_whose_gradients_are_never_zeroed", "mlp", "growing-gradients", "warning", "gradients of 2.bias are"),
+    ("weight_decay_that_is_too_strong_in_sgd", "mlp", "shrinking-weights", "warning", "stronger than the gradient"),
+    ("a_softmax_before_the_cross_entropy", "mlp", "probabilities-as-logits", "warning", "cannot come below 1.46"),
+    ("a_sigmoid_before_the_cross_entropy", "mlp", "probabilities-as-logits", "warning", "cannot come below 1.46"),
+    ("initial_weights_thirty_times_too_large", "mlp", "initial-loss", "note", "among 10 classes would cost 2.3"),
+    ("labels_of_other_rows", "mlp", "no-progress", "note", "nothing has been learned"),
+    ("a_layer_that_dies_in_the_middle", "mlp", "dead-channels", "critical", "all channels of the output of 3"),
+    ("a_deep_stack_of_sigmoids", "mlp", "vanishing-gradients", "warning", "they vanish, and what lies there"),
+    ("a_deep_stack_without_norms_and_with_large_weights", "mlp", "exploding-gradients", "warning", "gradients grow"),
+    ("tanh_that_is_saturated_from_the_start", "tanh", "saturated-channels", "warning", "saturated from the start"),
+    ("a_weight_that_becomes_nan", "mlp", "nonfinite", "critical", "It began in forward, after the output of 1"),
+    ("a_router_that_chooses_one_expert", "mlp", "expert-load", "warning", "router of experts has collapsed"),
+    ("a_residual_stream_that_grows_in_each_block", "gpt", "residual-drift", "warning", "stream through blocks grows"),
+    # Those of public threads.
     ("labels_that_are_all_ignored", "mlp", "unchanged-parameters", "critical", "ignores every label"),
     ("labels_that_are_all_ignored", "gpt", "unchanged-parameters", "critical", "only weight decay changes"),
     ("one_column_against_a_row", "mlp", "broadcast-target", "warning", "output.squeeze(-1)"),
@@ -73,6 +111,26 @@ NAMED = [
     ("a_branch_whose_gate_is_zero", "mlp", "missing-gradients", "warning", "only a gradient that is 0"),
     ("pixels_that_are_divided_by_255_twice", "mlp", "unscaled-input", "note", "scaled twice, or not at all"),
     ("a_momentum_above_1", "resnet", "runaway-statistics", "warning", "no variance is below 0"),
+    ("batches_of_two_before_a_batch_norm", "mlp", "norm-of-few-values", "warning", "1: normalised over 2 values"),
+    ("a_frozen_body_in_training_mode", "resnet", "moving-statistics", "note", "Call eval() on that part"),
+    ("dropouts_that_were_given_the_share_to_keep", "mlp", "heavy-dropout", "note", "a dropout after it leaves 5"),
+    ("a_dropout_after_the_last_layer", "mlp", "heavy-dropout", "warning", "No dropout comes after the last layer"),
+    ("a_tanh_before_the_cross_entropy", "mlp", "probabilities-as-logits", "warning", "cannot come below 0.797"),
+    (
+        "a_sigmoid_before_a_binary_cross_entropy_of_logits", "mlp", "probabilities-as-logits", "warning",
+        "it cannot come below 0.313",
+    ),
+    ("a_bottleneck_of_dropout", "mlp", "heavy-dropout", "note", "not the share that is kept"),
+    ("a_critic_that_began_as_a_copy_of_the_other", "mlp", "equal-modules", "warning", "one.0.weight and two.0.weight"),
+    ("a_loss_that_is_made_anew", "mlp", "no-gradients", "critical", "torch.tensor(..., requires_grad=True)"),
+    ("a_cross_entropy_over_a_single_class", "mlp", "unchanged-parameters", "critical", "has a single class"),
+    ("a_layer_that_forward_forgets", "mlp", "missing-gradients", "note", "extra: no forward has called it"),
+    ("a_decay_for_each_epoch_that_is_taken_at_each_batch", "tanh", "tiny-updates", "warning", "must not be stepped"),
+    ("a_learning_rate_ten_thousand_times_too_small", "mlp", "tiny-updates", "warning", "changes no weight by more"),
+    ("targets_beyond_one_of_a_binary_cross_entropy", "mlp", "impossible-loss", "note", "lie between 0 and 1"),
+    ("labels_that_are_not_shifted", "gpt", "impossible-loss", "note", "labels that are not shifted by one"),
+    ("answers_that_the_input_says_nothing_of", "mlp", "no-progress", "note", "after half of them, and stands"),
+    ("pixels_that_are_scaled_in_place", "cnn", "input-shift", "note", "little by little, from"),
     ("activations_that_a_norm_hides", "resnet", "runaway-statistics", "warning", "1.norm1.running_mean runs away"),
     ("microbatches_each_of_which_is_zeroed", "mlp", "dropped-gradients", "note", "over the 8 forwards of a step"),
     ("an_optimizer_that_is_made_in_each_step", "gpt", "lost-moments", "note", "made anew in each step"),
@@ -81,10 +139,14 @@ NAMED = [
 
 @pytest.mark.parametrize(("name", "kind", "rule", "severity", "words"), NAMED, ids=lambda each: str(each)[:40])
 def test_a_mistake_is_named(name: str, kind: str, rule: str, severity: str, words: str) -> None:
+    (illness,) = [each for each in ILL if (each.name, each.kind) == (name, kind)]
     found = [each for each in of_ill(name, kind) if each.rule == rule and each.because is None]
     assert found, [str(each) for each in of_ill(name, kind)]
     assert found[0].severity == severity
     assert words in found[0].sentence
+    assert found[0].step >= illness.began
+    places = {site.name for site in found[0].sites}
+    assert not illness.where or any(f"{each}.".startswith(f"{place}.") for place in illness.where for each in places)
 
 
 TWINS = {
@@ -95,6 +157,7 @@ TWINS = {
     "unreachable-targets": [
         "a_relu_before_targets_that_are_never_negative.mlp", "a_sigmoid_before_targets_of_zero_and_one.mlp",
         "a_tanh_before_targets_of_minus_one_and_one.mlp", "answers_that_begin_at_zero.mlp",
+        "answers_that_are_means_over_the_image.cnn",
     ],
     "broadcast-target": [
         "a_column_against_a_column.mlp", "a_whole_data_set_and_a_number.mlp", "numbers_that_are_large.mlp",
@@ -113,13 +176,35 @@ TWINS = {
     "clipped-gradients": ["two_losses.mlp"],
     "growing-gradients": ["a_gradient_that_is_scaled_from_outside.mlp", "a_generator_and_its_critic.mlp"],
     "initial-loss": ["microbatches.gpt"],
-    "unchanged-parameters": ["layers_that_are_trained_one_after_another.mlp", "a_minimum_that_is_found.mlp"],
+    "lost-updates": ["bfloat16_weights_with_large_steps.mlp", "bfloat16_with_float32_copies.mlp"],
+    "unchanged-parameters": [
+        "frozen_on_purpose.mlp", "layers_that_are_trained_one_after_another.mlp", "a_minimum_that_is_found.mlp",
+    ],
     "uninitialised-buffer": ["rotary_frequencies.gpt"],
     "still-statistics": ["batch_norms_of_a_trained_model_that_are_frozen.resnet"],
     "runaway-statistics": [
         "pixels_up_to_255_behind_batch_norms.resnet", "batch_norms_that_are_frozen_after_a_while.resnet",
     ],
     "vanishing-gradients": ["an_actor_and_a_critic.mlp"],
+    "norm-of-few-values": [
+        "batches_of_sixteen_before_a_batch_norm.mlp", "batches_of_two_before_a_layer_norm.mlp",
+        "batches_of_two_images.resnet", "as_it_is.resnet",
+    ],
+    "moving-statistics": ["a_frozen_body_in_evaluation_mode.resnet", "as_it_is.resnet"],
+    "heavy-dropout": [
+        "dropout_of_a_half.mlp", "a_pooling_that_leaves_a_ninth.mlp", "values_of_actions.mlp",
+        "a_negative_log_likelihood_of_log_probabilities.mlp", "as_it_is.cnn",
+    ],
+    "probabilities-as-logits": [
+        "a_sigmoid_before_a_binary_cross_entropy.mlp", "answers_that_are_means_over_the_image.cnn",
+        "a_sigmoid_for_each_class.mlp", "as_it_is.tanh",
+    ],
+    "no-gradients": ["a_frozen_model_that_is_looked_at.mlp", "as_it_is.mlp"],
+    "equal-modules": ["two_critics_that_began_apart.mlp", "blocks_that_began_as_copies.gpt", "as_it_is.mlp"],
+    "tiny-updates": ["stairs_of_epochs.mlp", "a_cosine_that_ends_at_zero.mlp", "warmup_from_zero.gpt", "as_it_is.mlp"],
+    "impossible-loss": ["targets_of_a_binary_cross_entropy.mlp", "as_it_is.gpt"],
+    "no-progress": ["as_it_is.mlp", "label_smoothing.mlp", "stairs_of_epochs.mlp"],
+    "input-shift": ["random_erasing_and_noise.cnn", "images_that_are_standardised.resnet"],
     "missing-gradients": ["a_branch_whose_gate_opens_slowly.mlp"],
     "dropped-gradients": ["microbatches.gpt", "a_derivative_in_the_loss.tanh"],
     "lost-moments": ["one_batch_by_adam.mlp"],

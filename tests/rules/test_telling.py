@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +13,7 @@ from torch import nn
 
 import hookstats
 from hookstats import Site, Snapshot
-from hookstats.rules import Finding, Judge, Step, book, defaults, judge, nonfinite, rule_from_json, rule_to_json
-from tests.conftest import ROOT
+from hookstats.rules import Finding, Judge, Step, judge, nonfinite, rule_from_json, rule_to_json
 from tests.models import small_cnn
 
 
@@ -217,25 +215,3 @@ def test_a_step_that_the_grad_scaler_skips_is_a_note_until_it_skips_too_many(ove
     found = judge(snapshots, [nonfinite(overflows=overflows)])
     expected = [(0, "note"), (2, "critical")] if overflows == 3 else [(0, "note")]
     assert [(finding.step, finding.severity) for finding in found] == expected
-
-
-def rows_of_the_page() -> dict[str, list[str]]:
-    """Return the rows of docs/rules.md by rule: the other cells."""
-    lines = (ROOT / "docs" / "rules.md").read_text().splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
-    return {first.strip("`"): rest for first, *rest in cells}
-
-
-def test_the_page_lists_every_default_rule_with_its_arguments_and_sources() -> None:
-    rows, pages = rows_of_the_page(), book.pages()
-    assert list(rows) == [page.of for page in pages]
-    for rule, page in zip(defaults(), pages, strict=True):
-        _, arguments, sources = rows[page.of]
-        said = rule_to_json(rule)["arguments"]
-        assert arguments == ", ".join(f"`{name}={json.dumps(value)}`" for name, value in said.items())
-        prose = " ".join(page.paragraphs)
-        for name in said:
-            assert f"`{name}`" in prose, name
-        for source in sources.split("; "):
-            assert source in ("-", "ours") or source in prose, source
-        assert bool(re.search(r"\b[Oo]urs\b", prose)) or "ours" not in sources

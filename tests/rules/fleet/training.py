@@ -1,8 +1,4 @@
-"""A fleet of short trainings by which the rules are judged: usual ones, unusual but healthy ones, and ill ones.
-
-``python -m tests.rules.fleet`` runs all of them and prints what is said of each, measured at every step and at
-every tenth.
-"""
+"""A fleet of short trainings by which the rules are judged: usual ones, unusual but healthy ones, and ill ones."""
 
 from __future__ import annotations
 
