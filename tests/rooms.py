@@ -87,6 +87,16 @@ def clauses() -> list[str]:
     return found
 
 
+def doubled_classes() -> dict[str, list[str]]:
+    """Return names that several classes of the package have, and in which files."""
+    found: dict[str, list[str]] = {}
+    for name, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(name)
+    return {name: files for name, files in found.items() if len(files) > 1}
+
+
 def main() -> None:
     """Print a line for each room, the lowest floor first: its floor, lines, files and the lines of its tests."""
     floor_of, tests = floors(needed()), ROOT / "tests"
@@ -98,6 +108,7 @@ def main() -> None:
     code = [path for kind in ("*.h", "*.cpp", "*.cu") for path in (ROOT / "csrc").rglob(kind)]
     print(f"{'all of Python':<16}{'':>6}{len(FILES):>7}{lines_in(FILES.values()):>8}{lines_in(tests.rglob('*.py')):>8}")
     print(f"{'csrc':<16}{'':>6}{len(code):>7}{lines_in(code):>8}")
+    print(f"{'docs':<16}{'':>6}{'':>7}{lines_in((ROOT / 'docs').rglob('*.md')):>8}")
     print(f"docstrings that begin with a clause: {len(clauses())}")
 
 

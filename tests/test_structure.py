@@ -15,7 +15,7 @@ from hookstats import _native
 from tests import order
 from tests.conftest import DTYPES, ROOT
 from tests.mutations import csrc, laws, misplaced, rooms, tools
-from tests.rooms import FILES, PACKAGE, clauses, floors, imports, inner, needed, room_of
+from tests.rooms import FILES, PACKAGE, clauses, doubled_classes, floors, imports, inner, needed, room_of
 
 # Each room, and the rooms that it may import: downwards only. A room is a folder, or a file beside the folders.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -111,6 +111,11 @@ def test_no_rooms_import_each_other_in_a_circle() -> None:
 
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
     assert clauses() == []
+
+
+def test_no_two_classes_have_one_name_but_the_callbacks_of_two_trainers() -> None:
+    files = ["integrations.lightning", "integrations.transformers"]
+    assert doubled_classes() == {"HookStats": files}
 
 
 def test_one_file_names_torch_ops_and_one_the_extension() -> None:

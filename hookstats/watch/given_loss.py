@@ -34,7 +34,7 @@ class GivenLoss:
         try:
             product, rows = _logits_of(loss)
             return {f"{LOGITS}{self._name_of(product)}": rows}
-        except _Problem as problem:
+        except _LossProblem as problem:
             self.problem = str(problem)
         except Exception as error:  # a node that another torch makes otherwise
             self.problem = f"the grad_fn of the loss could not be read: {error!r}"
@@ -53,10 +53,10 @@ class GivenLoss:
             if id(getattr(module, "weight", None)) in read and not isinstance(module, nn.Embedding):
                 self._latest = name, weakref.ref(module)
                 return name
-        raise _Problem("the logits are no product with a weight of the model, as where FSDP has gathered it")
+        raise _LossProblem("the logits are no product with a weight of the model, as where FSDP has gathered it")
 
 
-class _Problem(Exception):
+class _LossProblem(Exception):
     """Why the logits are not known."""
 
 
@@ -64,14 +64,14 @@ def _logits_of(loss: Any) -> tuple[Any, int]:
     """Return the node that has made the logits, and how many rows these have."""
     node = getattr(loss, "grad_fn", None)
     if node is None:
-        raise _Problem("the loss was given without its grad_fn: give it as torch's cross_entropy has returned it")
+        raise _LossProblem("the loss was given without its grad_fn: give it as torch's cross_entropy has returned it")
     if node.name() not in _LOSS or node._saved_reduction != _MEAN:
-        raise _Problem(f"the loss that was given is no mean of torch's cross_entropy, but of {node.name()}")
+        raise _LossProblem(f"the loss that was given is no mean of torch's cross_entropy, but of {node.name()}")
     softmax = _skip_views(node.next_functions[0][0], _SOFTMAX)
     product = _skip_views(softmax.next_functions[0][0], _PRODUCTS)
     (inside,), (outside,) = softmax._input_metadata, product._input_metadata
     if inside.dtype not in (torch.float32, torch.float64) or outside.dtype == torch.float16:
-        raise _Problem("the softmax is not computed in float32, or its gradient is rounded to float16")
+        raise _LossProblem("the softmax is not computed in float32, or its gradient is rounded to float16")
     return product, prod(inside.shape) // inside.shape[softmax._saved_dim]
 
 
@@ -80,5 +80,5 @@ def _skip_views(node: Any, expected: tuple[str, ...]) -> Any:
     while node is not None and node.name() in _SAME:
         node = node.next_functions[0][0]
     if expected and (node is None or node.name() not in expected):
-        raise _Problem(f"the logits come from no linear layer or convolution, but through {node and node.name()}")
+        raise _LossProblem(f"the logits come from no linear layer or convolution, but through {node and node.name()}")
     return node

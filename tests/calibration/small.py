@@ -32,7 +32,7 @@ def llama() -> nn.Module:
 
 
 @functools.cache
-def calibrated() -> tuple[nn.Module, dict[str, list[torch.Tensor]], Calibration]:
+def calibrate_small() -> tuple[nn.Module, dict[str, list[torch.Tensor]], Calibration]:
     """Return that model, the inputs of its Linears in all batches, and its calibration. Callers change none of them."""
     model = llama()
     kept = inputs_of(model, nn.Linear, sentences())
@@ -68,23 +68,26 @@ def inputs_of(
 ) -> dict[str, list[torch.Tensor]]:
     """Return the inputs of each module of these kinds, by name and call, from hooks of plain PyTorch."""
     kept: dict[str, list[torch.Tensor]] = {}
-    with watched(model, kinds, lambda name, module, x: kept.setdefault(name, []).append(x.clone())), torch.no_grad():
+    with (
+        watch_inputs(model, kinds, lambda name, module, x: kept.setdefault(name, []).append(x.clone())),
+        torch.no_grad(),
+    ):
         for batch in batches:
             (call or model)(batch)
     return kept
 
 
 @contextmanager
-def watched(
+def watch_inputs(
     model: nn.Module, kinds: type | tuple[type, ...], see: Callable[[str, nn.Module, torch.Tensor], object]
 ) -> Iterator[None]:
     """Inside, each module of these kinds shows what it is given."""
 
     def hook(name: str) -> Callable[..., None]:
-        def seen(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        def see_inputs(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             see(name, module, args[0].detach())
 
-        return seen
+        return see_inputs
 
     named = [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
     handles = [module.register_forward_pre_hook(hook(name)) for name, module in named]

@@ -13,10 +13,10 @@ from torch import nn
 
 import hookstats
 from hookstats.results import Calibration
-from tests.calibration.small import calibrated, llama, mixtral, sentences
+from tests.calibration.small import calibrate_small, llama, mixtral, sentences
 
 
-def mixed() -> tuple[nn.Module, Calibration]:
+def calibrate_mixture() -> tuple[nn.Module, Calibration]:
     """With experts, some of which got few tokens; and a layer that is never called."""
     model = mixtral("eager")
     model.add_module("unused", nn.Linear(3, 2))
@@ -24,7 +24,7 @@ def mixed() -> tuple[nn.Module, Calibration]:
 
 
 def test_what_is_saved_is_read_bit_for_bit(tmp_path: Path) -> None:
-    model, calibration = mixed()
+    model, calibration = calibrate_mixture()
     calibration.save(tmp_path / "a.safetensors")
     for again in (
         Calibration.load(tmp_path / "a.safetensors"),
@@ -47,7 +47,7 @@ def test_what_was_not_covered_is_kept(tmp_path: Path) -> None:
 
 
 def test_scales_and_masks_of_a_loaded_calibration_are_the_same(tmp_path: Path) -> None:
-    model, calibration = mixed()
+    model, calibration = calibrate_mixture()
     calibration.save(tmp_path / "a.safetensors")
     again = Calibration.load(tmp_path / "a.safetensors", model)
     for mine, others in ((calibration.smoothquant(), again.smoothquant()), (calibration.wanda(), again.wanda())):
@@ -57,7 +57,7 @@ def test_scales_and_masks_of_a_loaded_calibration_are_the_same(tmp_path: Path) -
 
 
 def test_a_file_has_what_others_read(tmp_path: Path) -> None:
-    _, _, calibration = calibrated()
+    _, _, calibration = calibrate_small()
     calibration.save(tmp_path / "a.safetensors")
     arrays = load_file(tmp_path / "a.safetensors")
     name = "model.layers.0.mlp.down_proj"
@@ -77,7 +77,7 @@ def test_a_file_has_what_others_read(tmp_path: Path) -> None:
 
 
 def test_without_its_model_a_calibration_has_no_scales_and_no_masks(tmp_path: Path) -> None:
-    _, _, calibration = calibrated()
+    _, _, calibration = calibrate_small()
     calibration.save(tmp_path / "a.safetensors")
     again = Calibration.load(tmp_path / "a.safetensors")
     with pytest.raises(ValueError, match=r"smoothquant: expected the weights of 15 layers, got none of 'model"):
@@ -115,7 +115,7 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_without_safetensors_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, _, calibration = calibrated()
+    _, _, calibration = calibrate_small()
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ImportError, match=r"needs safetensors: pip install 'hookstats\[calibration\]'"):
         calibration.save(tmp_path / "a.safetensors")

@@ -14,7 +14,7 @@ from torch import nn
 
 import hookstats
 from hookstats.results import Calibration, InputStats
-from tests.calibration.small import calibrated, inputs_of, llama, rows_of, sentences
+from tests.calibration.small import calibrate_small, inputs_of, llama, rows_of, sentences
 
 ROUNDING = 1e-6  # of float32, in which tiles of a tensor are summed
 
@@ -47,7 +47,7 @@ def check(stats: InputStats, rows: torch.Tensor) -> None:
 
 
 def test_a_small_llama_over_twenty_batches_is_what_float64_says() -> None:
-    model, kept, calibration = calibrated()
+    model, kept, calibration = calibrate_small()
     assert list(calibration) == [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     assert len(calibration) == 15
     for name, stats in calibration.items():
@@ -56,7 +56,7 @@ def test_a_small_llama_over_twenty_batches_is_what_float64_says() -> None:
 
 @pytest.mark.parametrize("q", [0.0, 0.3, 0.5, 0.99, 0.999, 0.9999, 1.0])
 def test_a_quantile_lies_in_the_octave_of_the_exact_one(q: float) -> None:
-    _, kept, calibration = calibrated()
+    _, kept, calibration = calibrate_small()
     for name, stats in calibration.items():
         exact = np.quantile(rows_of(kept[name]).abs().numpy(), q, method="inverted_cdf")
         octave = 2.0 ** np.floor(np.log2(exact)) if exact else 0.0

@@ -13,7 +13,7 @@ from torch import nn
 import hookstats
 from hookstats.calibration.weights import weight_of
 from hookstats.results import Calibration, InputStats
-from tests.calibration.small import calibrated, llama, rows_of, sentences, watched
+from tests.calibration.small import calibrate_small, llama, rows_of, sentences, watch_inputs
 
 
 class WrappedGPT:
@@ -56,7 +56,7 @@ GROUPS = [("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"),
 
 
 def test_layers_that_are_given_the_same_inputs_are_a_group() -> None:
-    _, _, calibration = calibrated()
+    _, _, calibration = calibrate_small()
     parts = ("self_attn", "self_attn", "mlp", "mlp")
     expected = [
         tuple(f"model.layers.{layer}.{part}.{name}" for name in names)
@@ -69,7 +69,7 @@ def test_layers_that_are_given_the_same_inputs_are_a_group() -> None:
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(InputStats)])
 def test_inputs_that_differ_in_one_bit_are_no_group(field: str) -> None:
     """Such as x and -x, whose means alone tell them apart."""
-    _, _, calibration = calibrated()
+    _, _, calibration = calibrate_small()
     stats = calibration["lm_head"]
     value = np.array(getattr(stats, field))
     flat = value.reshape(-1)
@@ -91,7 +91,7 @@ def test_layers_that_are_given_zeros_or_nothing_are_no_group() -> None:
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 0.85, 1.0])
 def test_scales_are_those_of_the_authors_of_smoothquant(alpha: float) -> None:
-    model, kept, calibration = calibrated()
+    model, kept, calibration = calibrate_small()
     scales = calibration.smoothquant(alpha)
     assert list(scales) == list(calibration)
     for names in calibration.groups:
@@ -105,7 +105,7 @@ def test_scales_are_those_of_the_authors_of_smoothquant(alpha: float) -> None:
 
 
 def test_alpha_is_a_half_and_sparsity_too_if_nothing_is_said() -> None:
-    _, _, calibration = calibrated()
+    _, _, calibration = calibrate_small()
     assert torch.equal(calibration.smoothquant()["lm_head"], calibration.smoothquant(0.5)["lm_head"])
     assert torch.equal(calibration.wanda()["lm_head"], calibration.wanda(0.5)["lm_head"])
 
@@ -123,7 +123,7 @@ def test_tiny_weights_and_channels_of_zeros_have_scales_from_1e_5() -> None:
 
 def test_maxima_are_those_of_torchao_to_the_bit_and_its_factors_are_the_scales_of_one_layer() -> None:
     core = pytest.importorskip("torchao.prototype.smoothquant.core")
-    _, _, calibration = calibrated()
+    _, _, calibration = calibrate_small()
     model = llama()
     observers: dict[str, Any] = {}
 
@@ -137,7 +137,7 @@ def test_maxima_are_those_of_torchao_to_the_bit_and_its_factors_are_the_scales_o
         for observer in observers[name]:
             observer(x)
 
-    with watched(model, nn.Linear, see), torch.no_grad():
+    with watch_inputs(model, nn.Linear, see), torch.no_grad():
         for batch in sentences():
             model(batch)
     scales = calibration.smoothquant()
@@ -151,7 +151,7 @@ def test_maxima_are_those_of_torchao_to_the_bit_and_its_factors_are_the_scales_o
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.3, 0.5, 0.77, 1.0])
 def test_masks_are_those_of_the_authors_of_wanda(sparsity: float) -> None:
-    model, kept, calibration = calibrated()
+    model, kept, calibration = calibrate_small()
     masks = calibration.wanda(sparsity)
     assert list(masks) == list(calibration)
     for name, mask in masks.items():
@@ -240,7 +240,7 @@ def test_a_layer_without_a_token_has_neither_scales_nor_a_mask() -> None:
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, float("nan"), "0.5", None, True])
 def test_alpha_and_sparsity_are_from_0_to_1(value: Any) -> None:
-    _, _, calibration = calibrated()
+    _, _, calibration = calibrate_small()
     with pytest.raises(ValueError, match="smoothquant: expected alpha from 0 to 1, got"):
         calibration.smoothquant(value)
     with pytest.raises(ValueError, match="wanda: expected sparsity from 0 to 1, got"):

@@ -62,7 +62,7 @@ def train(
     return snapshots
 
 
-def compiled(model: Residual) -> Residual:
+def compile_twin(model: Residual) -> Residual:
     """Block by block, with the operators taken apart as inductor does.
 
     Without its kernels, each of which takes a second to compile: by them these programs part a little less.
@@ -99,7 +99,7 @@ def test_one_op_in_one_layer_is_found_where_it_first_shows(eager: list[Snapshot]
 
 
 def test_a_compiled_program_agrees_to_rounding(eager: list[Snapshot]) -> None:
-    found = compare(eager, train(wrap=compiled))
+    found = compare(eager, train(wrap=compile_twin))
     assert found.first is None, str(found)
     assert not found.is_equal
     assert str(found).startswith("agree to rounding: in 3 steps and ")
@@ -108,7 +108,7 @@ def test_a_compiled_program_agrees_to_rounding(eager: list[Snapshot]) -> None:
 
 
 def test_a_compiled_program_with_one_other_op_does_not(eager: list[Snapshot]) -> None:
-    found = compare(eager, train(steps=1, change=approximate_gelu, wrap=compiled))
+    found = compare(eager, train(steps=1, change=approximate_gelu, wrap=compile_twin))
     assert found.first is not None
     assert (found.first.step, found.first.site) == (0, Site("blocks.1.down", "output"))
 
@@ -137,7 +137,7 @@ def test_bf16_is_found_at_its_first_site_and_named(eager: list[Snapshot]) -> Non
 
 
 def test_two_bf16_programs_agree_to_the_rounding_of_bf16() -> None:
-    a, b = train(amp=True), train(amp=True, wrap=compiled)
+    a, b = train(amp=True), train(amp=True, wrap=compile_twin)
     assert compare(a, b).first is None
     if torch.__version__ >= (2, 13):  # one that 2.11 compiles differs by no more than the rounding of float32
         assert compare(a, b, dtype="float32").first is not None
@@ -260,18 +260,18 @@ def test_the_rounding_of_values_is_within_what_is_allowed_and_a_shift_of_all_is_
     unit = rounding.UNIT_ROUNDOFF[dtype]
     x = torch.randn(64, 512, dtype=torch.float64)
 
-    def measured(values: torch.Tensor) -> Snapshot:
-        return made(0, values)
+    def measure_values(values: torch.Tensor) -> Snapshot:
+        return make_snapshot(0, values)
 
     rounded = x.to(getattr(torch, dtype)).double()
-    assert compare(measured(x), measured(rounded), dtype=dtype).first is None
-    shifted = compare(measured(x), measured(x * (1 + unit)), dtype=dtype).first
+    assert compare(measure_values(x), measure_values(rounded), dtype=dtype).first is None
+    shifted = compare(measure_values(x), measure_values(x * (1 + unit)), dtype=dtype).first
     assert (shifted is not None) == (dtype != "float32")  # of which sums take more
-    found = compare(measured(x), measured(x * (1 + 40 * unit)), dtype=dtype).first
+    found = compare(measure_values(x), measure_values(x * (1 + 40 * unit)), dtype=dtype).first
     assert f"rounding of {dtype} explains" in str(found)
 
 
-def made(step: int, *values: torch.Tensor) -> Snapshot:
+def make_snapshot(step: int, *values: torch.Tensor) -> Snapshot:
     """Sites "0", "1", ... with these values."""
     stats = [hookstats.measure(each, histogram=None) for each in values]
     return Snapshot.from_dict(
@@ -295,7 +295,7 @@ def test_the_first_site_is_named_whatever_differs_there() -> None:
     x = torch.randn(64, 8)
     poisoned = x.clone()
     poisoned[0, 0] = float("inf")
-    found = compare(made(0, x, x, x), made(0, x, 1.01 * x, poisoned)).first
+    found = compare(make_snapshot(0, x, x, x), make_snapshot(0, x, 1.01 * x, poisoned)).first
     assert found is not None
     assert (found.site.name, found.before) == ("1", 1)
 
@@ -307,10 +307,13 @@ def test_later_steps_may_lie_further_apart_as_far_as_steps_explain() -> None:
     allowed = float(errors.bound_means(64 * one, one, one)[0])  # of a channel
 
     def parts(step: int, times: float) -> bool:
-        a, b = [made(0, x), made(step, x)], [made(0, x), made(step, x * (1 + times * allowed))]
+        a, b = (
+            [make_snapshot(0, x), make_snapshot(step, x)],
+            [make_snapshot(0, x), make_snapshot(step, x * (1 + times * allowed))],
+        )
         return compare(a, b, dtype="float32").first is not None
 
-    assert compare([made(0, x)], [made(0, x * (1 + 5 * allowed))], dtype="float32").first is not None
+    assert compare([make_snapshot(0, x)], [make_snapshot(0, x * (1 + 5 * allowed))], dtype="float32").first is not None
     assert not parts(1, 1.5)
     assert parts(1, 100)
     assert not parts(10, 15)
@@ -320,8 +323,11 @@ def test_later_steps_may_lie_further_apart_as_far_as_steps_explain() -> None:
 def test_after_a_step_the_first_site_is_as_coarse_as_what_its_parameters_were_trained_by() -> None:
     fine, coarse = torch.randn(64, 64), torch.randn(64, 64).bfloat16()
     apart = fine * (1 + 1e-4)
-    now = compare([made(0, fine, coarse)], [made(0, apart, coarse)]).first
+    now = compare([make_snapshot(0, fine, coarse)], [make_snapshot(0, apart, coarse)]).first
     assert now is not None
     assert now.rounded_to == "float32"
-    a, b = [made(0, fine, coarse), made(1, fine, coarse)], [made(0, fine, coarse), made(1, apart, coarse)]
+    a, b = (
+        [make_snapshot(0, fine, coarse), make_snapshot(1, fine, coarse)],
+        [make_snapshot(0, fine, coarse), make_snapshot(1, apart, coarse)],
+    )
     assert compare(a, b).first is None

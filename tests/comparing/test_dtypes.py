@@ -185,7 +185,7 @@ def test_what_is_measured_of_a_parameter_is_judged_as_one_and_not_as_an_activati
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
     coarse = x.reshape(256, 2).bfloat16()
 
-    def judged(kind: str, dtype: str | None) -> tuple[float, str]:
+    def judge_pair(kind: str, dtype: str | None) -> tuple[float, str]:
         layer, gradient = Site("layer", "output"), Site("weight", "param_grad")
         one = {Site("weight", kind): coarse, layer: x, gradient: x}
         first = compare(snapshot(0, one), snapshot(0, one | {differing: 3 * x}), dtype=dtype).first
@@ -194,10 +194,12 @@ def test_what_is_measured_of_a_parameter_is_judged_as_one_and_not_as_an_activati
         return first.allowed, first.rounded_to
 
     for dtype in (None, "bfloat16"):
-        assert judged(kind, dtype) == judged("param", dtype)
+        assert judge_pair(kind, dtype) == judge_pair("param", dtype)
 
 
-def allowed(dtype: str, *, count: float, draws: float = 1.0, kinks: int = 0, rows: float = 0.0) -> tuple[float, float]:
+def find_allowed(
+    dtype: str, *, count: float, draws: float = 1.0, kinks: int = 0, rows: float = 0.0
+) -> tuple[float, float]:
     """For means, and for extremes, of the fourth site."""
     units, ones = np.full(4, rounding.UNIT_ROUNDOFF[dtype]), np.ones(4)
     errors = rounding.errors(units, kinks * ones.astype(int), rows * ones, is_alike=True)
@@ -207,16 +209,16 @@ def allowed(dtype: str, *, count: float, draws: float = 1.0, kinks: int = 0, row
 
 def test_float32_twins_are_judged_by_independent_roundings_alone() -> None:
     for kinks, rows in ((0, 0.0), (3, 0.0), (3, 512.0)):
-        means, extremes = allowed("float32", count=1e4, kinks=kinks, rows=rows)
+        means, extremes = find_allowed("float32", count=1e4, kinks=kinks, rows=rows)
         assert means == pytest.approx(8 * 65 * 2.0**-24 * 2 / 100 + 2.0**-22)
         assert extremes == pytest.approx(8 * 65 * 2.0**-24 * 2)
 
 
 def test_what_weights_explain_shrinks_with_the_channels_and_not_with_the_values() -> None:
     of_a_channel = 8 * 0.68 * (2.0**-8 + 2.0**-18) * 2
-    assert allowed("bfloat16", count=1e12)[0] == pytest.approx(of_a_channel, rel=1e-3)
-    assert allowed("bfloat16", count=1e14)[0] == pytest.approx(of_a_channel, rel=1e-3)
-    assert allowed("bfloat16", count=1e12, draws=64)[0] == pytest.approx(of_a_channel / 8, rel=1e-3)
+    assert find_allowed("bfloat16", count=1e12)[0] == pytest.approx(of_a_channel, rel=1e-3)
+    assert find_allowed("bfloat16", count=1e14)[0] == pytest.approx(of_a_channel, rel=1e-3)
+    assert find_allowed("bfloat16", count=1e12, draws=64)[0] == pytest.approx(of_a_channel / 8, rel=1e-3)
 
 
 def test_rows_that_are_zero_throughout_are_no_kink_but_single_zeros_are() -> None:

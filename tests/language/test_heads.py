@@ -82,7 +82,7 @@ GROUPS = {
 }
 
 
-def trained(model: nn.Module, run: nn.Module | None = None, **arguments: Any) -> Snapshot:
+def train_heads(model: nn.Module, run: nn.Module | None = None, **arguments: Any) -> Snapshot:
     """A step of AdamW, measured."""
     torch.manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
@@ -104,7 +104,7 @@ def test_heads_are_found_in_what_projections_give_and_take_and_in_their_weights(
     torch._dynamo.reset()
     model = nn.Sequential(Attention(), nn.Linear(32, 32))
     run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else None
-    snapshot = trained(model, run)
+    snapshot = train_heads(model, run)
     assert groups_in(snapshot) == GROUPS
     found = snapshot["0.k_proj.weight", "param_grad"].groups
     assert found is not None
@@ -114,7 +114,7 @@ def test_heads_are_found_in_what_projections_give_and_take_and_in_their_weights(
 
 
 def test_heads_are_told_in_the_table_and_among_the_largest_and_in_pandas() -> None:
-    snapshot = trained(nn.Sequential(Attention()))
+    snapshot = train_heads(nn.Sequential(Attention()))
     lines = {tuple(line.split()[:2]): line.split()[3] for line in snapshot.table().splitlines()[2:]}
     assert lines["0.q_proj", "output"] == "4x8"
     assert lines["0.k_proj.weight", "param_grad"] == "2x8"
@@ -134,7 +134,7 @@ def test_heads_are_told_in_the_table_and_among_the_largest_and_in_pandas() -> No
         snapshot.to_pandas(channels=True, groups=True)
     with pytest.raises(ValueError, match="top_groups: expected k >= 1, got 0"):
         snapshot.top_groups("rms", 0)
-    without = trained(nn.Sequential(nn.Linear(32, 32)))
+    without = train_heads(nn.Sequential(nn.Linear(32, 32)))
     assert without.top_groups("rms", 5) == []
     assert len(without.to_pandas(groups=True)) == 0
 
@@ -159,7 +159,7 @@ def test_a_scaled_gradient_has_its_heads_without_the_scale() -> None:
 
 def test_what_is_given_counts_more_than_what_is_found() -> None:
     given = Channels(group_size={"*.q_proj": 16, "1": 4, "1.weight": 2, "0.k_proj.weight": 4})
-    snapshot = trained(nn.Sequential(Attention(), nn.Linear(32, 32)), channels=given)
+    snapshot = train_heads(nn.Sequential(Attention(), nn.Linear(32, 32)), channels=given)
     wanted = {site: 2 if site[0].startswith("0.q_proj") else count for site, count in GROUPS.items()}
     wanted |= {("0.k_proj.weight", kind): 4 for kind in OF_WEIGHT}
     wanted |= {("1", kind): 8 for kind in ("output", "grad_output")} | {("1.weight", kind): 16 for kind in OF_WEIGHT}
@@ -182,8 +182,8 @@ def test_sizes_that_cannot_be_are_refused(given: Any, error: type[Exception], me
 
 
 def test_without_channels_there_are_no_heads() -> None:
-    assert groups_in(trained(nn.Sequential(Attention()), channels=False)) == {}
-    snapshot = trained(nn.Sequential(Attention()))
+    assert groups_in(train_heads(nn.Sequential(Attention()), channels=False)) == {}
+    snapshot = train_heads(nn.Sequential(Attention()))
     assert groups_in(snapshot.compact()) == {}
     odd = hookstats.results.SiteStats(np.zeros((10, 7)), 1, None, True, group_size=2)
     assert odd.groups is None  # a width that was met, and is no multiple
@@ -203,12 +203,12 @@ class Mixer(nn.Module):
 
 def test_what_says_nothing_of_heads_has_none() -> None:
     torch.manual_seed(0)
-    assert groups_in(trained(nn.Sequential(Mixer()))) == {}
+    assert groups_in(train_heads(nn.Sequential(Mixer()))) == {}
     model = nn.Sequential(Attention())
     model[0].q_proj.register_parameter("lora_A", nn.Parameter(torch.randn(8, 32)))
     model[0].num_key_value_heads = 1
     model[0].k_proj, model[0].v_proj = nn.Linear(32, 8), nn.Linear(32, 8)
-    found = trained(model)
+    found = train_heads(model)
     assert groups_in(found) == {site: heads for site, heads in GROUPS.items() if heads == 4}
     assert found["0.q_proj.lora_A", "param"].channels is not None
     assert {site.name for site, stats in found.items() if stats.group_size} == {
@@ -220,7 +220,7 @@ def test_what_says_nothing_of_heads_has_none() -> None:
 
 def test_heads_of_torchs_own_attention_lie_in_its_parameters() -> None:
     model = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
-    found = groups_in(trained(model, tensors=("output", "param_grad")))
+    found = groups_in(train_heads(model, tensors=("output", "param_grad")))
     assert found == {("self_attn.in_proj_weight", "param_grad"): 12}
 
 
@@ -253,7 +253,7 @@ def of(site: tuple[str, str]) -> str:
 
 
 def test_heads_are_kept_and_read_again(tmp_path: Path) -> None:
-    snapshot = trained(nn.Sequential(Attention()), sinks=hookstats.record(tmp_path))
+    snapshot = train_heads(nn.Sequential(Attention()), sinks=hookstats.record(tmp_path))
     run = hookstats.load(tmp_path)
     assert run[0].equals(snapshot)
     assert groups_in(run[0]) == GROUPS
@@ -275,12 +275,12 @@ def test_heads_are_kept_and_read_again(tmp_path: Path) -> None:
 def tensor_parallel(rank: int, world: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Attention())
-    wanted = trained(model, tensors=("output", "param_grad", "input"))
+    wanted = train_heads(model, tensors=("output", "param_grad", "input"))
     torch.manual_seed(0)
     model = nn.Sequential(Attention())
     cut = {f"0.{name}_proj": ColwiseParallel() for name in "qkv"} | {"0.o_proj": RowwiseParallel()}
     parallelize_module(model, init_device_mesh("cpu", (world,)), cut)
-    found = trained(model, tensors=("output", "param_grad", "input"), process_group=dist.group.WORLD)
+    found = train_heads(model, tensors=("output", "param_grad", "input"), process_group=dist.group.WORLD)
     assert found.world_size == world
     assert groups_in(found) == groups_in(wanted) != {}
     for site in groups_in(wanted):

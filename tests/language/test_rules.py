@@ -22,20 +22,20 @@ pytest.importorskip("transformers")
 from tests.language.trainings import Language, mixture, train, with_a_sink
 
 
-def named(findings: list[Finding], rule: str) -> list[Finding]:
+def name_finding(findings: list[Finding], rule: str) -> list[Finding]:
     return [each for each in findings if each.rule == rule]
 
 
 def test_a_learning_rate_of_queries_and_keys_that_spikes_drives_logits_beyond_100() -> None:
     findings = judge(train(Language(), 60, after=30))
-    found, *_ = named(findings, "attention-logits")
+    found, *_ = name_finding(findings, "attention-logits")
     assert 30 < found.step < 40
     assert found.severity == "warning"
     assert found.site is not None
     assert found.site[1] == "attention.max_logit"
     assert "in head" in found.sentence
     assert "are beyond" in found.sentence
-    assert named(findings, "attention-entropy")
+    assert name_finding(findings, "attention-entropy")
 
 
 def test_a_training_that_is_in_order_is_told_nothing_of_its_attention() -> None:
@@ -44,11 +44,11 @@ def test_a_training_that_is_in_order_is_told_nothing_of_its_attention() -> None:
 
 
 def test_gradients_below_the_epsilon_of_adam() -> None:
-    found = named(judge(train(Language(), 40, scale=1e-8)), "second-moment")
+    found = name_finding(judge(train(Language(), 40, scale=1e-8)), "second-moment")
     assert len(found) == 1
     assert found[0].step == 19
     assert found[0].site_count > 5
-    assert named(judge(train(Language(), 40)), "second-moment") == []
+    assert name_finding(judge(train(Language(), 40)), "second-moment") == []
 
 
 def moments(*values: float) -> dict[tuple[str, str], torch.Tensor]:
@@ -129,23 +129,23 @@ def test_a_router_that_has_collapsed_is_told_by_its_own_load() -> None:
 
 
 def test_a_mixture_whose_router_collapses() -> None:
-    ill = named(judge(mixture(40, -10)), "expert-load")
+    ill = name_finding(judge(mixture(40, -10)), "expert-load")
     assert ill
     assert {each.site for each in ill} <= {(f"model.layers.{i}.mlp.router", "router.load") for i in range(2)}
 
 
 def test_an_expert_that_is_never_chosen() -> None:
-    (found,) = named(judge(mixture(60, 0.1, without=3)), "dead-experts")
+    (found,) = name_finding(judge(mixture(60, 0.1, without=3)), "dead-experts")
     assert found.site == ("model.layers.0.mlp.router", "router.load")
     assert "1 of the 8 experts of model.layers.0.mlp.router got no token in 50 measured steps: 3." in found.sentence
 
 
 def test_a_mixture_that_is_in_order() -> None:
     findings = judge(mixture(60, 0.1))
-    assert named(findings, "expert-load") == named(findings, "dead-experts") == []
+    assert name_finding(findings, "expert-load") == name_finding(findings, "dead-experts") == []
 
 
 def test_attention_that_rests_on_the_first_token_is_a_note() -> None:
-    found, *_ = named(judge(train(with_a_sink(Language()), 20, begin=0)), "attention-sink")
+    found, *_ = name_finding(judge(train(with_a_sink(Language()), 20, begin=0)), "attention-sink")
     assert found.severity == "note"
     assert found.step == 9

@@ -25,7 +25,7 @@ def test_the_preset_finds_attention_and_routers_and_changes_nothing(model_type: 
     bare = zoo.make(model_type)
     loss = bare(**zoo.batch()).loss
     loss.backward()
-    found = zoo.found_in(model_type)[1]
+    found = zoo.find_in(model_type)[1]
     assert found["loss"] == loss.item()
     for mine, other in zip(found["model"].parameters(), bare.parameters(), strict=True):
         assert (mine.grad is None) == (other.grad is None)
@@ -74,16 +74,16 @@ def test_loads_are_the_sizes_of_jetmoe_s_experts() -> None:
         assert (stats.mean * stats.count).tolist() == wanted
 
 
-def measured(model: Any, run: Any) -> Snapshot:
+def measure_attention(model: Any, run: Any) -> Snapshot:
     with hookstats.attach(model, tensors=("attention",), options=Options(strict=True, attention_rows=None)) as monitor:
         given, keeping = [], F.scaled_dot_product_attention
 
-        def kept(q: Any, k: Any, v: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+        def keep_rows(q: Any, k: Any, v: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
             given.append((q.detach().double(), k.detach().double(), attn_mask, kwargs))
             return keeping(q, k, v, attn_mask, *args, **kwargs)
 
         if run is model:
-            F.scaled_dot_product_attention = kept
+            F.scaled_dot_product_attention = keep_rows
         try:
             run(**zoo.batch())
         finally:
@@ -110,14 +110,14 @@ def measured(model: Any, run: Any) -> Snapshot:
 @pytest.mark.parametrize("model_type", TEN)
 def test_the_largest_logits_are_those_of_float64(model_type: str) -> None:
     model = zoo.make(model_type)
-    measured(model, model)
+    measure_attention(model, model)
 
 
 def test_graphs_see_the_same_logits() -> None:
     torch._dynamo.reset()
     model = zoo.make("llama")
-    eager = measured(model, model)
-    graph = measured(model, torch.compile(model, backend="eager"))
+    eager = measure_attention(model, model)
+    graph = measure_attention(model, torch.compile(model, backend="eager"))
     sites = [site for site in eager.order if site.tensor == "attention.max_logit"]
     assert sites
     for site in sites:

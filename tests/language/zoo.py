@@ -77,7 +77,7 @@ def batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def found_in(model_type: str) -> tuple[str, dict[str, Any]]:
+def find_in(model_type: str) -> tuple[str, dict[str, Any]]:
     """A row of the table, from one step with the preset; and what there was to be found."""
     import hookstats
 
@@ -109,7 +109,7 @@ KINDS = ("attention.max_logit", "router.load")
 def main() -> None:
     print("| type | attention | found | routers |\n|---|---|---|---|")
     for model_type in TYPES:
-        print(found_in(model_type)[0], flush=True)
+        print(find_in(model_type)[0], flush=True)
 
 
 if __name__ == "__main__":

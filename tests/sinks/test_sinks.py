@@ -78,7 +78,7 @@ def large(step: int, names: list[str], more: tuple[str, ...] = ()) -> Snapshot:
     return snapshot(step, dict.fromkeys(outputs + gradients + parameters, x))
 
 
-def sent(values: dict[str, float]) -> set[str]:
+def send(values: dict[str, float]) -> set[str]:
     return {key for key in values if key.count("/") == 2}
 
 
@@ -86,7 +86,7 @@ def test_of_many_sites_64_are_sent_evenly_and_the_same_ones_in_every_step(recwar
     warnings.simplefilter("always")
     names = [f"layers.{i}" for i in range(200)]
     chosen = keys()
-    rows = [sent(chosen.values(large(step, names, ("later",) * (step > 1)))) for step in range(4)]
+    rows = [send(chosen.values(large(step, names, ("later",) * (step > 1)))) for step in range(4)]
     outputs = {key.split("/")[2] for key in rows[1] if key.startswith("output/rms")}
     gradients = {key.split("/")[2] for key in rows[1] if key.startswith("grad_output/rms")}
     parameters = {key.split("/")[2] for key in rows[1] if key.startswith("param_grad/rms")}
@@ -98,7 +98,7 @@ def test_of_many_sites_64_are_sent_evenly_and_the_same_ones_in_every_step(recwar
     assert len(rows[1]) == 64 * 3
     assert rows[0] == {key for key in rows[1] if key.startswith("output/")}
     assert rows[1] == rows[2] == rows[3]
-    assert rows[1] == sent(keys().values(large(7, names)))  # a resumed run sends the same
+    assert rows[1] == send(keys().values(large(7, names)))  # a resumed run sends the same
     told = [str(warning.message) for warning in recwarn if "sites" in str(warning.message)]
     assert len(told) == 2  # one of each Keys
     assert "Test gets 64 of 800 sites, evenly from first to last" in told[0]
@@ -108,17 +108,17 @@ def test_sites_that_appear_later_are_added_while_there_is_room() -> None:
     chosen, x = keys(statistics="rms"), torch.ones(2, 2)
     early = [f"a.{i}" for i in range(60)]
     late = [f"b.{i}" for i in range(10)]
-    assert len(sent(chosen.values(snapshot(0, dict.fromkeys(early, x))))) == 60
+    assert len(send(chosen.values(snapshot(0, dict.fromkeys(early, x))))) == 60
     with pytest.warns(UserWarning, match="64 of 70 sites"):
-        values = sent(chosen.values(snapshot(1, dict.fromkeys([*late, *early], x))))
+        values = send(chosen.values(snapshot(1, dict.fromkeys([*late, *early], x))))
     assert values == {f"output/rms/{name}" for name in [*early, *late[:4]]}
-    assert sent(chosen.values(snapshot(2, dict.fromkeys(reversed(late), x)))) == {f"output/rms/b.{i}" for i in range(4)}
+    assert send(chosen.values(snapshot(2, dict.fromkeys(reversed(late), x)))) == {f"output/rms/b.{i}" for i in range(4)}
 
 
 def test_globs_choose_sites_without_a_limit_and_statistics_are_chosen() -> None:
     names = [f"layers.{i}" for i in range(200)]
     chosen = keys(sites=["layers.1*", "layers.7"], statistics="mean")
-    values = sent(chosen.values(large(0, names)))
+    values = send(chosen.values(large(0, names)))
     wanted = [name for name in names if fnmatchcase(name, "layers.1*") or name == "layers.7"]
     assert len(wanted) > 64
     assert values == {f"output/mean/{name}" for name in wanted}

@@ -32,7 +32,7 @@ def zero_below(threshold: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return zero
 
 
-def compiled(model: Any, backend: str | None) -> Any:
+def compile_with(model: Any, backend: str | None) -> Any:
     return torch.compile(model, fullgraph=True, backend=backend) if backend else model
 
 

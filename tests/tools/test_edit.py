@@ -16,7 +16,7 @@ import hookstats
 from hookstats import edit
 from tests.conftest import DEVICES
 from tests.models import Containers, Residual, images, small_cnn
-from tests.tools.edits import assert_close, clip_to, compiled, differ, residual, run, scale_by, zero_below
+from tests.tools.edits import assert_close, clip_to, compile_with, differ, residual, run, scale_by, zero_below
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated.*:DeprecationWarning")
 
@@ -97,12 +97,12 @@ def test_compiled_edits_do_what_eager_ones_do(backend: str, device: str) -> None
     cases = [("clip", "grad_output"), ("scale", "grad_input"), ("mask", "output")] if OLD else CASES
     few = backend == "inductor"  # modules, so that few kernels are compiled
 
-    def edited(backend: str | None) -> tuple[list[torch.Tensor], list[int]]:
+    def run_edited(backend: str | None) -> tuple[list[torch.Tensor], list[int]]:
         model, where = (few_modules().to(device), ["1"]) if few else (residual(device), ["blocks.1", "blocks.1.up"])
         made = [edit(model, where, EDITS[name], tensor) for name, tensor in cases]
-        return run(model, compiled(model, backend), device=device), [one.changed for one in made]
+        return run(model, compile_with(model, backend), device=device), [one.changed for one in made]
 
-    (got, got_changed), (want, want_changed) = edited(backend), edited(None)
+    (got, got_changed), (want, want_changed) = run_edited(backend), run_edited(None)
     assert_close(got, want)
     # Under inductor rounding differs, and with it on which side of a bound a value lies.
     assert got_changed == pytest.approx(want_changed, rel=0.01 if few else 0)
@@ -120,7 +120,7 @@ def few_modules() -> nn.Sequential:
 
 def test_edits_that_come_and_go_after_the_first_compiled_run_are_not_ignored() -> None:
     model = residual()
-    forward = compiled(model, "aot_eager")
+    forward = compile_with(model, "aot_eager")
     bare = run(model, forward, steps=1)
     model.zero_grad()
     with (
@@ -171,7 +171,7 @@ class Checkpointed(nn.Module):
     ],
 )
 def test_recomputation_changes_neither_results_nor_counts(reentrant: bool, how: str, backend: str | None) -> None:
-    def edited(reentrant: bool | None, how: str) -> tuple[list[torch.Tensor], list[int]]:
+    def run_edited(reentrant: bool | None, how: str) -> tuple[list[torch.Tensor], list[int]]:
         model = Checkpointed(reentrant)
         made = [
             edit(model, "inner.blocks.?", clip_to(-0.05, 0.05), "grad_output"),
@@ -182,10 +182,10 @@ def test_recomputation_changes_neither_results_nor_counts(reentrant: bool, how: 
         if how == "checkpoints around graphs":
             for block in model.inner.blocks:
                 block.compile(fullgraph=True, backend=backend)
-        forward = compiled(model, backend) if how == "checkpoints in the graph" else model
+        forward = compile_with(model, backend) if how == "checkpoints in the graph" else model
         return run(model, forward), [one.changed for one in made]
 
-    (got, got_changed), (want, want_changed) = edited(reentrant, how), edited(None, "eager")
+    (got, got_changed), (want, want_changed) = run_edited(reentrant, how), run_edited(None, "eager")
     assert_close(got, want, exact=backend != "aot_eager_decomp_partition")
     assert got_changed == want_changed
 
@@ -201,7 +201,7 @@ def test_in_place_neighbours_are_no_hindrance(backend: str | None) -> None:
     def results(model: nn.Sequential, hang: Callable[[nn.Module], Any], backend: str | None) -> list[torch.Tensor]:
         hang(model)
         model.eval()
-        compiled(model, backend)(images()).square().sum().backward()
+        compile_with(model, backend)(images()).square().sum().backward()
         return [p.grad for p in model.parameters()]
 
     def plain(model: nn.Sequential) -> None:
@@ -237,7 +237,7 @@ def test_a_module_that_passes_its_input_on_has_a_gradient_of_its_own(tensor: str
 
     model = Shortcut()
     edit(model, "skip", scale_by(10), tensor)
-    compiled(model, backend)(torch.ones(1, 4)).sum().backward()
+    compile_with(model, backend)(torch.ones(1, 4)).sum().backward()
     assert model.inner.bias.grad.tolist() == [32] * 4
 
 
@@ -288,7 +288,7 @@ def test_statistics_see_the_tensor_before_the_edit_or_after_it(
         step()
     if backend is None:
         model[0].register_forward_hook(lambda m, args, output: others.append(output.max().item()))
-    (compiled(model, backend)(torch.zeros(3, 4, requires_grad=True)) * 5).sum().backward()
+    (compile_with(model, backend)(torch.zeros(3, 4, requires_grad=True)) * 5).sum().backward()
     snapshot = monitors[0].snapshot()
     assert snapshot["0", "output"].total.max == (10 if after else 0)
     assert snapshot["1", "grad_output"].total.max == (1 if after else 5)
@@ -308,7 +308,7 @@ def test_every_floating_tensor_in_a_container_is_edited(kind: str, backend: str 
     bare = model(x)
     mask = edit(model, "", zero_below(0.7))
     scale = edit(model, "", scale_by(100), "grad_output")
-    output = compiled(model, backend)(x)
+    output = compile_with(model, backend)(x)
     assert type(output) is type(bare)
     masked = 0
     for got, want in zip(leaves(output), leaves(bare), strict=True):

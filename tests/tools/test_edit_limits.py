@@ -12,7 +12,7 @@ from torch import nn
 
 from hookstats import edit
 from tests.models import images, small_cnn
-from tests.tools.edits import assert_close, compiled, differ, residual, run, scale_by, zero_below
+from tests.tools.edits import assert_close, compile_with, differ, residual, run, scale_by, zero_below
 from tests.watch.test_attach import state_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated.*:DeprecationWarning")
@@ -49,7 +49,7 @@ def test_a_graph_on_another_device_than_the_edit_is_refused() -> None:
     edit(model, "", zero_below(1))
     model.to("meta")
     with pytest.raises(RuntimeError, match=r"expected tensors on cpu, .* got one on meta: make edits after model.to()"):
-        compiled(model, "eager")(torch.randn(2, 3, device="meta"))
+        compile_with(model, "eager")(torch.randn(2, 3, device="meta"))
 
 
 def test_without_a_gradient_there_is_nothing_to_edit() -> None:

@@ -30,20 +30,20 @@ def test_every_hook_is_listed_in_the_order_in_which_it_runs() -> None:
     up = model.blocks[0].up
     ran: list[str] = []
 
-    def called(name: str) -> Any:
+    def name_hook(name: str) -> Any:
         def note(*given: Any) -> None:
             ran.append(name)
 
         note.__qualname__ = name
         return note
 
-    up.register_forward_hook(called("third"))
-    up.register_forward_pre_hook(called("first"))
-    up.register_forward_hook(called("second"), prepend=True)
-    up.register_full_backward_pre_hook(called("fourth"))
-    up.register_full_backward_hook(called("fifth"))
-    up.weight.register_hook(called("of the weight"))
-    up.weight.register_post_accumulate_grad_hook(called("of its .grad"))
+    up.register_forward_hook(name_hook("third"))
+    up.register_forward_pre_hook(name_hook("first"))
+    up.register_forward_hook(name_hook("second"), prepend=True)
+    up.register_full_backward_pre_hook(name_hook("fourth"))
+    up.register_full_backward_hook(name_hook("fifth"))
+    up.weight.register_hook(name_hook("of the weight"))
+    up.weight.register_post_accumulate_grad_hook(name_hook("of its .grad"))
     rows = hookstats.explain(torch.compile(model, backend="eager")).rows  # type: ignore[arg-type]
     model(torch.randn(2, 3, 16)).sum().backward()
     assert [row.hook.split(" (")[0].removeprefix("tests.tools.test_explain.") for row in rows] == [
@@ -62,7 +62,7 @@ def test_every_hook_is_listed_in_the_order_in_which_it_runs() -> None:
         ("blocks.0.up.weight", "gradient in .grad"),
     ]
     assert not any(row.ours or row.traps for row in rows)
-    assert all(row.hook.endswith(f"({__file__}:{called('').__code__.co_firstlineno})") for row in rows)
+    assert all(row.hook.endswith(f"({__file__}:{name_hook('').__code__.co_firstlineno})") for row in rows)
 
 
 def test_our_hooks_say_what_they_are() -> None:

@@ -40,12 +40,12 @@ def series(rows: int = 5) -> torch.Tensor:
     return torch.randn(rows, 7, 6, generator=torch.Generator().manual_seed(0))
 
 
-def packed() -> torch.Tensor:
+def pack() -> torch.Tensor:
     """Positions of two documents in a row."""
     return torch.cat([torch.arange(5), torch.arange(LENGTH - 5)]).expand(4, -1)
 
 
-def found(probe: Probe) -> list[tuple[str, str]]:
+def find_leaks(probe: Probe) -> list[tuple[str, str]]:
     return [(leak.kind, leak.module) for leak in probe.leaks]
 
 
@@ -56,7 +56,7 @@ HEALTHY: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
     "causal, bfloat16": (lambda: Transformer().bfloat16(), (ids(), padding_mask()), {}),
     "causal, packed": (
         Transformer,
-        {"ids": ids(), "position_ids": packed(), "document_ids": (packed() == 0).cumsum(1)},
+        {"ids": ids(), "position_ids": pack(), "document_ids": (pack() == 0).cumsum(1)},
         {},
     ),
     "both ways": (lambda: Transformer(None), (ids(), padding_mask()), {"causal": False}),
@@ -129,11 +129,11 @@ FAULTS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any], list[tuple
         *([("positions", "")], "position_ids"),
     ),
     "documents by position": (
-        *(lambda: Transformer(), {"ids": ids(), "position_ids": packed()}, {}),
+        *(lambda: Transformer(), {"ids": ids(), "position_ids": pack()}, {}),
         *([("documents", "blocks.0.attention"), ("documents", "blocks.1.attention")], "mask of documents"),
     ),
     "documents by number": (
-        *(lambda: Transformer(0, "no documents"), {"ids": ids(), "document_ids": (packed() == 0).cumsum(1)}, {}),
+        *(lambda: Transformer(0, "no documents"), {"ids": ids(), "document_ids": (pack() == 0).cumsum(1)}, {}),
         *([("documents", "blocks.0.attention"), ("documents", "blocks.1.attention")], "mask of documents"),
     ),
     "lstm over the batch": (
@@ -167,7 +167,7 @@ FAULTS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any], list[tuple
 def test_a_fault_is_found_in_the_module_that_has_it(name: str) -> None:
     make, batch, arguments, expected, cause = FAULTS[name]
     probe = hookstats.probe(make(), batch, **arguments)
-    assert found(probe) == expected, probe
+    assert find_leaks(probe) == expected, probe
     for leak in probe.leaks:
         assert cause in leak.sentence
         assert leak.difference > leak.bound
@@ -210,7 +210,7 @@ def test_batch_norm_in_training_is_listed_apart_and_hides_nothing_after_it() -> 
             return self.wrong(self.norm(x)) if self.training else self.norm(x)
 
     probe = hookstats.probe(Mixed(), torch.randn(5, 6))
-    assert found(probe) == [("samples", "wrong")]
+    assert find_leaks(probe) == [("samples", "wrong")]
     assert probe.leaks[0].modes == ("train",)
 
 
@@ -225,7 +225,7 @@ def test_tensors_in_containers_are_judged(kind: str) -> None:
     model = Containers(kind)
     assert not hookstats.probe(model, torch.randn(4, 6)).leaks
     model.inner.register_forward_hook(lambda module, args, output: output - output.mean(0))
-    assert found(hookstats.probe(model, torch.randn(4, 6))) == [("samples", "inner")]
+    assert find_leaks(hookstats.probe(model, torch.randn(4, 6))) == [("samples", "inner")]
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -272,7 +272,7 @@ def test_a_monitor_measures_nothing_of_it() -> None:
 def test_edits_are_part_of_what_the_model_computes() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Identity())
     with hookstats.edit(model, "0", lambda x: x - x.mean(0)):
-        assert found(hookstats.probe(model, torch.randn(4, 6))) == [("samples", "0")]
+        assert find_leaks(hookstats.probe(model, torch.randn(4, 6))) == [("samples", "0")]
 
 
 def test_a_model_that_draws_in_evaluation_is_not_asked_about_places() -> None:
@@ -293,7 +293,7 @@ def test_a_model_that_does_not_repeat_is_not_judged() -> None:
             return x + next(numbers)
 
     probe = hookstats.probe(nn.Sequential(Drifting(), nn.Softmax(0)), torch.randn(4, 6))
-    assert found(probe) == [("samples", "1")]  # which is given what it was given before
+    assert find_leaks(probe) == [("samples", "1")]  # which is given what it was given before
     assert "two equal runs differ: 0" in str(probe)
 
 
@@ -323,10 +323,10 @@ def test_a_scripted_model_is_judged_as_a_whole_and_keeps_its_modes() -> None:
 
 def test_a_compiled_model_runs_as_it_was_before() -> None:
     compiled = torch.compile(no_mask_in_the_second_block(), backend="eager")
-    assert found(hookstats.probe(compiled, ids())) == [("later tokens", "blocks.1.attention")]  # type: ignore[arg-type]
+    assert find_leaks(hookstats.probe(compiled, ids())) == [("later tokens", "blocks.1.attention")]  # type: ignore[arg-type]
     inside = no_mask_in_the_second_block()
     inside.blocks[1].compile(backend="eager")
-    assert found(hookstats.probe(inside, ids())) == [("later tokens", "blocks.1.attention")]
+    assert find_leaks(hookstats.probe(inside, ids())) == [("later tokens", "blocks.1.attention")]
 
 
 def test_what_is_not_asked_is_said() -> None:
@@ -340,9 +340,9 @@ def test_what_is_not_asked_is_said() -> None:
 
 def test_rows_that_are_all_equal_are_made_different() -> None:
     x = torch.ones(4, 6)
-    assert found(hookstats.probe(nn.Sequential(nn.Softmax(0)), x)) == [("samples", "0")]
+    assert find_leaks(hookstats.probe(nn.Sequential(nn.Softmax(0)), x)) == [("samples", "0")]
     same = ids(1).expand(4, -1)
-    assert found(hookstats.probe(no_mask_in_the_second_block(), same)) == [("later tokens", "blocks.1.attention")]
+    assert find_leaks(hookstats.probe(no_mask_in_the_second_block(), same)) == [("later tokens", "blocks.1.attention")]
 
 
 @pytest.mark.parametrize("length", [WIDTH, 64])
@@ -386,7 +386,7 @@ def test_models_of_transformers() -> None:
     probe = hookstats.probe(llama, batch)
     assert not probe.leaks, probe
     assert set(probe.asked) == {"samples", "places in the batch", "later tokens", "positions", "padding"}
-    without_cache = {"input_ids": ids(), "position_ids": packed(), "use_cache": False}
+    without_cache = {"input_ids": ids(), "position_ids": pack(), "use_cache": False}
     probe = hookstats.probe(llama, without_cache)
     assert not probe.leaks, probe
     assert probe.asked["documents"] == ("eval", "train")
@@ -395,7 +395,7 @@ def test_models_of_transformers() -> None:
             vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=64, bos_token_id=1, eos_token_id=2
         )
     )
-    assert found(hookstats.probe(gpt2, batch)) == [("positions", "transformer")]
+    assert find_leaks(hookstats.probe(gpt2, batch)) == [("positions", "transformer")]
     bert = transformers.BertForSequenceClassification(transformers.BertConfig(**sizes, intermediate_size=64))
     probe = hookstats.probe(bert, {"input_ids": ids(), "attention_mask": padding_mask()})
     assert not probe.leaks, probe
