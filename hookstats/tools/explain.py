@@ -25,7 +25,7 @@ class HookRow(NamedTuple):
     name: str  # the module's or parameter's clean name; "(every module)" for a global hook
     kind: str  # "forward-pre", "forward", "full backward-pre", "full backward", "old backward", "gradient", ...
     hook: str  # what it is, and where it was written
-    ours: bool
+    is_ours: bool
     traps: tuple[str, ...]
 
 

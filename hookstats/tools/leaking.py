@@ -114,7 +114,7 @@ class Probing:
             self._begin(mode)
             compared |= {name for name, *_ in self._base}
             for question in questions(self._batch, self._causal, self._why_not):
-                if question.in_training or mode == "eval":
+                if question.is_asked_in_training or mode == "eval":
                     modes = self._asked.get(question.kind, ())
                     if self._ask(question) and mode not in modes:
                         self._asked[question.kind] = (*modes, mode)
@@ -311,16 +311,16 @@ class Probing:
         places_changed = reading.place.gather(reading.outside.cpu(), tuple(reading.free.shape)) & ~reading.free
         at = places_changed.nonzero()
         first = tuple(at[0].tolist()) if len(at) else (0,) * reading.free.dim()
-        cause, by_design = self._cause(question.kind, module, places_changed, reading.free)
+        cause, is_by_design = self._cause(question.kind, module, places_changed, reading.free)
         key = question.kind, name
         judged = int((~reading.free).sum())
         kind = type(module).__name__
-        new = Leak(*key, kind, seen_at, (self._mode,), first, len(at), judged, difference, bound, cause, by_design)
+        new = Leak(*key, kind, seen_at, (self._mode,), first, len(at), judged, difference, bound, cause, is_by_design)
         known = self._leaks.get(key)
-        if known is not None and known.by_design == by_design:
+        if known is not None and known.is_by_design == is_by_design:
             modes = known.modes if self._mode in known.modes else (*known.modes, self._mode)
             new = replace(new if new.changed > known.changed else known, modes=modes)
-        self._leaks[key] = known if known is not None and by_design and not known.by_design else new
+        self._leaks[key] = known if known is not None and is_by_design and not known.is_by_design else new
 
     def _cause(self, kind: str, module: nn.Module, changed: torch.Tensor, free: torch.Tensor) -> tuple[str, bool]:
         if "BatchNorm" in type(module).__name__ or isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -348,7 +348,8 @@ class Probing:
         ]
         order = list(WAYS)
         leaks.sort(key=lambda each: order.index(each.kind))
-        return tuple(each for each in leaks if not each.by_design), tuple(each for each in leaks if each.by_design)
+        by_design = tuple(each for each in leaks if each.is_by_design)
+        return tuple(each for each in leaks if not each.is_by_design), by_design
 
     def _notes(self) -> tuple[str, ...]:
         notes = []
@@ -356,8 +357,8 @@ class Probing:
             name = max(self._rounded, key=self._rounded.__getitem__)
             share = self._rounded[name]
             notes.append(
-                f"{len(self._rounded)} modules differed by what rounding explains, up to {share:.1g} of its bound in "
-                f"{name or 'the model itself'}"
+                f"modules that differed by what rounding explains: {len(self._rounded)}, up to {share:.1g} of its "
+                f"bound in {name or 'the model itself'}"
             )
         if self._moving:
             notes.append(f"not judged, as two equal runs differ: {', '.join(sorted(self._moving)[:8])}")

@@ -40,7 +40,7 @@ class Leak:
     """The part of that which rounding explains."""
     cause: str
     """The known cause of this."""
-    by_design: bool = False
+    is_by_design: bool = False
     """True: of BatchNorm in training mode, which is made to do this."""
 
     @property

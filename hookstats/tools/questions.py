@@ -35,7 +35,7 @@ class Question(NamedTuple):
     base: Any = None
     padding: tuple[torch.Tensor, torch.Tensor] | None = None
     is_pooled_judged: bool = False  # tensors [samples] and [samples, features], too
-    in_training: bool = True
+    is_asked_in_training: bool = True
 
 
 class ModelBatch:
@@ -220,7 +220,7 @@ def _ask_samples(batch: ModelBatch) -> Iterator[Question]:
         return x
 
     nothing = torch.zeros(batch.size, dtype=torch.bool)
-    yield Question("places in the batch", batch.replace_tensors(flip), nothing, flip_result, in_training=False)
+    yield Question("places in the batch", batch.replace_tensors(flip), nothing, flip_result, is_asked_in_training=False)
 
 
 def _ask_later_tokens(batch: ModelBatch, name: str, mask: torch.Tensor | None) -> Iterator[Question]:
@@ -291,7 +291,7 @@ def _ask_positions(
         return x
 
     free = torch.stack([~row.roll(-shift) for row, shift in zip(mask, shifts, strict=True)])
-    yield Question("positions", batch.replace_tensors(roll), free, roll_result, in_training=False)
+    yield Question("positions", batch.replace_tensors(roll), free, roll_result, is_asked_in_training=False)
 
 
 def _ask_padding(batch: ModelBatch, why_not: dict[str, str]) -> Iterator[Question]:

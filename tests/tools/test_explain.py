@@ -61,7 +61,7 @@ def test_every_hook_is_listed_in_the_order_in_which_it_runs() -> None:
         ("blocks.0.up.weight", "gradient"),
         ("blocks.0.up.weight", "gradient in .grad"),
     ]
-    assert not any(row.ours or row.traps for row in rows)
+    assert not any(row.is_ours or row.traps for row in rows)
     assert all(row.hook.endswith(f"({__file__}:{name_hook('').__code__.co_firstlineno})") for row in rows)
 
 
@@ -80,7 +80,7 @@ def test_our_hooks_say_what_they_are() -> None:
         "hookstats.capture",
         "hookstats.edit(fn=scale_by.<locals>.scale) of grad_output",
     ]
-    assert all(row.ours and not row.traps for row in rows)
+    assert all(row.is_ours and not row.traps for row in rows)
 
 
 def traps(model: nn.Module) -> list[str]:
