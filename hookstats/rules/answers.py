@@ -73,10 +73,10 @@ def probabilities_as_logits(step: Step, consecutive_steps: int = 10) -> Ill | No
         if max(high, -low) > 0.99 if is_tanh else is_one:
             span = 2 if is_tanh else 1
             least, most = (math.log(1 + (max(classes, 2) - 1) * math.exp(sign * span)) for sign in (-1, 1))
-            size, expected = totals.l1_norm[gradient], 2 * (1 - math.exp(-loss)) * calls
-            is_ill = classes > 1 and least * 0.999 <= loss <= most * 1.001 and is_of_softmax(step, gradient)
-            is_ill = is_ill and 0.75 * expected < size < 1.25 * expected
-            is_ill = is_ill and totals.zeros[gradient] < 0.1 * totals.count[gradient]
+            if classes > 1 and least * 0.999 <= loss <= most * 1.001 and is_of_softmax(step, gradient):
+                expected = 2 * (1 - math.exp(-loss)) * calls
+                is_ill = 0.75 * expected < totals.l1_norm[gradient] < 1.25 * expected
+                is_ill = is_ill and totals.zeros[gradient] < 0.1 * totals.count[gradient]
             if not is_ill and not is_tanh and calls == 1:
                 is_ill, least = _is_of_two_sigmoids(step, gradient, loss), math.log(1 + math.exp(-1))
     text = (

@@ -27,6 +27,7 @@ from hookstats.rules import (
     nonfinite,
     norm_of_few_values,
     outlier_channels,
+    probabilities_as_logits,
     residual_drift,
     saturated_channels,
     tiny_updates,
@@ -436,3 +437,10 @@ def test_a_model_without_gradients_may_be_without_losses_or_be_changed_in_anothe
     assert said() == []
     assert said(grows=1e-3, loss=1.0) == []
     assert said(arrives=3, loss=1.0) == []
+
+
+def test_a_loss_far_below_zero_is_no_cross_entropy_and_stops_no_rule() -> None:
+    output = torch.rand(64, 4)
+    tensors = {("", "output"): output / output.sum(1, keepdim=True), ("", "grad_output"): torch.randn(64, 4)}
+    steps = [step_of(number, tensors, loss=-1e6 * (number + 1)) for number in range(12)]
+    assert [str(each) for each in judge(steps, [probabilities_as_logits])] == []
