@@ -141,9 +141,12 @@ def _judge_zero(step: Step, memory: Memory, measured: Mask, steps: int) -> list[
 
 
 def _outputs_of_biases(step: Step) -> Counts:
-    """The ids of gradients of outputs that add up to gradients of biases that came, or of weights without one."""
-    outputs = step.partner("param_grad", "grad_output", "*")
-    return outputs[step.once(are_sums_of_outputs) & (step.totals.count > 0)]
+    """The ids of gradients of outputs that add up to gradients of biases that came, or of weights without one.
+
+    Where no gradient of a parameter came, as after zero_grad(set_to_none=True), all of them.
+    """
+    outputs, came = step.partner("param_grad", "grad_output", "*"), step.fired("param_grad")
+    return outputs[step.once(are_sums_of_outputs) & (came if came.any() else True)]
 
 
 def are_sums_of_outputs(step: Step) -> Mask:
