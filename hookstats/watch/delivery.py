@@ -63,6 +63,7 @@ class Delivery:
         self._finished: deque[Snapshot] = deque()  # arrived, not yet fetched
         self._failure: BaseException | None = None
         self._fired: set[Site] = set()
+        self._early: list[Site] = []  # of the first delivery
         self._deliveries = 0
         self._evaluated = 0  # measured steps in a row in which a model was trained in evaluation mode
         self._evaluated_since = 0
@@ -223,6 +224,8 @@ class Delivery:
         self.last = snapshot = Snapshot(visible)
         frame.skipped = visible.skipped = self._binder.skipping.list_step(left_out)
         self._deliveries += 1
+        if self._deliveries == 1:
+            self._early = self.sites()
         if self._deliveries <= _SILENT_STEPS:
             self._fired.update(snapshot.order)
         if self._deliveries == _SILENT_STEPS:
@@ -257,7 +260,7 @@ class Delivery:
 
     def _report_silence(self) -> None:
         told = self._fired | self._binder.skipping.list_all().keys()
-        silent = [site for site in self.sites() if site not in told and not self._needs_no_gradient(site)]
+        silent = [site for site in self._early if site not in told and not self._needs_no_gradient(site)]
         if any(each.has_rules for each in self.recorders):  # of gradients, MissingGradients says it better
             silent = [site for site in silent if "grad" not in site.tensor]
         if silent and self._binder.training.is_evaluating():

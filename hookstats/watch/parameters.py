@@ -21,7 +21,7 @@ from hookstats.modules.selection import Slot
 from hookstats.modules.sharding import is_dtensor, sharding_of
 from hookstats.numbers.fields import Site
 from hookstats.numbers.frame import BEFORE_CLIPPING, OCCASIONS, OF_OPTIMIZER
-from hookstats.numbers.kinds import is_of_kind, kind_of
+from hookstats.numbers.kinds import kind_of
 from hookstats.watch.batches import Batches, ByIdentity, Owner, Parameter, Stepping, find_part, find_place
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.flags import is_capturing
@@ -31,14 +31,14 @@ from hookstats.watch.local_gradients import SAMPLES as OF_REDUCTION
 from hookstats.watch.memory import Entry, StateStore, local_part
 from hookstats.watch.optimizer_law import KIND as LAW
 from hookstats.watch.optimizer_law import OptimizerLaw
+from hookstats.watch.planning import BUFFER, kinds_of
 from hookstats.watch.samples import KINDS as SAMPLES
-from hookstats.watch.samples import OF_BUFFERS, Sample, Samples, may_be_sampled, values_of
+from hookstats.watch.samples import Sample, Samples, values_of
 from hookstats.watch.states import KIND as STATES
 from hookstats.watch.states import States
 from hookstats.watch.step_law import KIND as OUTSIDE
 from hookstats.watch.step_law import BetweenSteps
 
-BUFFER = "buffer"
 _COUNTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _UNSCALED_BYTES = 64 << 20  # of gradients without their scale, at a time
 
@@ -62,6 +62,7 @@ class Parameters:
         self._device = default
         self._parameters = ByIdentity()
         self._buffers: list[Parameter] = []
+        self._frozen: list[Parameter] = []  # when they were last looked at
         self._batches = Batches(store, binder)
         self._samples = Samples(store, binder)
         self._stepping = Stepping()
@@ -104,16 +105,31 @@ class Parameters:
             return self._binder.skipping.give_up([Site(name, BUFFER)], problem)
         if getattr(tensor, "main_param_sharded", False):  # see Parameter.get: parts of no shape
             keep_channels = False
-        device, width, dim = find_place(slot, tensor, keep_channels, self._device)
         parameter = Parameter(len(self._parameters.all), name, slot, keep_channels, group_size)
+        self._parameters.all.append(parameter)
+        if slot.is_buffer:
+            self._buffers.append(parameter)
+        elif not tensor.requires_grad:
+            self._frozen.append(parameter)
+        self._add_sites(parameter, slot, tensor)
+
+    def _add_sites(self, parameter: Parameter, slot: Slot, tensor: torch.Tensor) -> None:
+        """Make the sites that it has as it is now, and had not before: of one that was frozen, those of gradients."""
+        device, width, dim = find_place(slot, tensor, parameter.keeps_channels, self._device)
+        has_channels = parameter.keeps_channels and (parameter_channels(slot, tensor).width or 1) > 1
         for kind in kinds_of(slot, tensor, self._kinds):
+            if kind in parameter.entries:
+                continue
             # This process's part of a DTensor may be one channel of several. Of a sample, none is a channel's.
-            is_sample = kind_of(kind).is_sample
-            keeps = not is_sample and keep_channels and (parameter_channels(slot, tensor).width or 1) > 1
-            entry = self._store.add(
-                Site(name, kind), device, 1 if is_sample else width, dim, keeps, has_bins=not is_sample
-            )
-            entry.channel_dim, entry.group_size = dim, group_size
+            has_bins, site = not kind_of(kind).is_sample, Site(parameter.name, kind)
+            widths = (width, 1) if has_bins else (1,)
+            channels = next((each for each in widths if self._store.make_room(device, each, 1, has_bins)), None)
+            if channels is None:
+                self._binder.skipping.give_up([site], self._store.explain_no_room(1, 1, has_bins))
+                continue
+            keeps = has_bins and has_channels and channels == width
+            entry = self._store.add(site, device, channels, dim, keeps, has_bins)
+            entry.channel_dim, entry.group_size = dim, parameter.group_size
             entry.sharding = sharding_of(tensor, dim) if is_dtensor(tensor) else None
             parameter.entries[kind] = entry
         is_there = not nn.parameter.is_lazy(tensor) and not tensor.is_meta
@@ -121,12 +137,18 @@ class Parameters:
             self._may_copy(parameter, local_part(tensor))
         if is_there and not parameter.entries.keys().isdisjoint(SAMPLES):
             self._samples.make_room(parameter, values_of(parameter, local_part(tensor)))
-        self._parameters.all.append(parameter)
         has_samples = OF_REDUCTION in self._kinds and tensor.requires_grad and not slot.is_buffer
         if has_samples or LOCAL_GRADIENT in parameter.entries:
             self.local_gradients.watch(parameter, has_samples)
-        if slot.is_buffer:
-            self._buffers.append(parameter)
+
+    def _add_unfrozen(self) -> None:
+        """Watch the gradients of parameters that were frozen and are not any more."""
+        for each in list(self._frozen):
+            slot = each.slot()
+            tensor = None if slot is None else slot.get()
+            if slot is not None and tensor is not None and tensor.requires_grad:
+                self._frozen.remove(each)
+                self._add_sites(each, slot, tensor)
 
     def _may_copy(self, each: Parameter, local: torch.Tensor) -> bool:
         """Return whether a copy stays inside the budget, once and for all of this size; else the update is skipped."""
@@ -201,20 +223,10 @@ class Parameters:
             self._measure_timed(self._measure_states, self._states, optimizer)
 
     def _measure_states(self, states: States, optimizer: Optimizer) -> None:
-        found = [pair for each in self._find_stepped(optimizer) for pair in self._state_of(states, each, optimizer)]
+        found = [pair for each in self._find_stepped(optimizer) for pair in states.of(each, optimizer)]
         owners, values = [owner for owner, _ in found], [value for _, value in found]
         self._note(owners, list(values), by_optimizer=True)
         self._batches.accumulate(owners, list(values))
-
-    def _state_of(self, states: States, each: Parameter, optimizer: Optimizer) -> list[tuple[Owner, torch.Tensor]]:
-        try:
-            return states.of(each, optimizer)
-        except Exception as error:
-            if self._store.strict:
-                raise
-            entries = [entry for kind, entry in each.entries.items() if is_of_kind(kind, STATES)]
-            self._binder.leave_out(entries, error)
-            return []
 
     def _find_stepped(self, optimizer: Optimizer) -> list[Parameter]:
         return self._parameters.find(parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -459,6 +471,8 @@ class Parameters:
 
     def close_step(self) -> None:
         """Measure what was not measured before; then the next step begins."""
+        if self._frozen:
+            self._carefully(self._add_unfrozen)
         if self._has_samples and self._store.flags.value:
             self._carefully(self._sample_the_others)
         self.measure()
@@ -482,19 +496,3 @@ class Parameters:
             self._law.end_step()
         self._parameters.may_be_outdated = True
         self.local_gradients.look_again()
-
-
-def kinds_of(slot: Slot, tensor: torch.Tensor, kinds: tuple[str, ...]) -> list[str]:
-    """Return the sites that a parameter has, or a buffer, before an optimizer shows what it keeps.
-
-    One that is frozen has no gradient, and nothing updates it.
-    """
-    if slot.is_buffer:
-        return [kind for kind in kinds if kind == BUFFER or (kind == OF_BUFFERS and may_be_sampled(tensor))]
-    return [
-        kind
-        for kind in kinds
-        if kind_of(kind).of == "parameter"
-        and kind not in (STATES, OF_REDUCTION)
-        and (kind == "param" or tensor.requires_grad)
-    ]

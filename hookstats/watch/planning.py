@@ -16,8 +16,12 @@ from hookstats.numbers.kinds import kind_of
 from hookstats.watch.arguments import OF_LANGUAGE, OF_PARAMETERS, Channels, channel_names, device_of
 from hookstats.watch.batches import find_place
 from hookstats.watch.hooks import InputHook, Kinds, ModelInputHook, SiteHook, SiteSpec
+from hookstats.watch.local_gradients import SAMPLES as OF_REDUCTION
 from hookstats.watch.memory import StateStore
-from hookstats.watch.parameters import kinds_of
+from hookstats.watch.samples import OF_BUFFERS, may_be_sampled
+from hookstats.watch.states import KIND as STATES
+
+BUFFER = "buffer"
 
 
 class TooMuch(NamedTuple):
@@ -148,3 +152,19 @@ class Plan:
 
 def _pair(kinds: tuple[str, ...], tensor: str, gradient: str) -> Kinds:
     return tensor if tensor in kinds else None, gradient if gradient in kinds else None
+
+
+def kinds_of(slot: Slot, tensor: torch.Tensor, kinds: tuple[str, ...]) -> list[str]:
+    """Return the sites that a parameter has, or a buffer, before an optimizer shows what it keeps.
+
+    One that is frozen has no gradient, and nothing updates it.
+    """
+    if slot.is_buffer:
+        return [kind for kind in kinds if kind == BUFFER or (kind == OF_BUFFERS and may_be_sampled(tensor))]
+    return [
+        kind
+        for kind in kinds
+        if kind_of(kind).of == "parameter"
+        and kind not in (STATES, OF_REDUCTION)
+        and (kind == "param" or tensor.requires_grad)
+    ]

@@ -9,6 +9,7 @@ import torch
 from hookstats import _native
 from hookstats.modules.sharding import is_dtensor
 from hookstats.numbers.fields import Site
+from hookstats.numbers.kinds import is_of_kind
 from hookstats.watch.batches import Owner, Parameter, find_part, find_place
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.flags import is_capturing
@@ -31,6 +32,15 @@ class States:
 
     def of(self, each: Parameter, optimizer: Any) -> list[tuple[Owner, torch.Tensor]]:
         """Return an optimizer's states of a parameter that can be measured; the sites are there."""
+        try:
+            return self._find(each, optimizer)
+        except Exception as error:
+            if self._store.strict:
+                raise
+            self._binder.leave_out([entry for kind, entry in each.entries.items() if is_of_kind(kind, KIND)], error)
+            return []
+
+    def _find(self, each: Parameter, optimizer: Any) -> list[tuple[Owner, torch.Tensor]]:
         tensor = each.get()
         if tensor is None:
             return []

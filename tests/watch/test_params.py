@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from hookstats.numbers import fields
 from hookstats.watch import arguments, optimizers
 from hookstats.watch.parameters import Parameters
 from tests.models import images, small_cnn
+from tests.plain import hearing
 from tests.watch.parameters import BOTH, check_site, grad_of, loss_of, residual
 
 
@@ -147,6 +149,48 @@ def test_names_are_clean_and_shared_parameters_have_one() -> None:
     mon = hookstats.attach(compiled, "blocks.*.up*", tensors="param")
     weights = [site.name for site in mon.sites if site.name.endswith("weight")]
     assert weights == ["blocks.0.up.weight", "blocks.2.up.weight"]
+
+
+def test_a_parameter_that_is_unfrozen_is_watched_from_then_on() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with hearing() as told, hookstats.attach(model, every=1) as monitor:
+        for step in range(5):
+            if step == 2:
+                model[0].requires_grad_(True)
+            optimizer.zero_grad()
+            model(torch.randn(32, 8)).square().mean().backward()
+            gradient = None if model[0].weight.grad is None else model[0].weight.grad.clone()
+            optimizer.step()
+            snapshot = monitor.step()
+            assert snapshot is not None
+            assert (Site("0.weight", "param_grad") in snapshot) == (step >= 2)
+            if gradient is not None:
+                check_site(snapshot, "0.weight", "param_grad", gradient)
+    assert snapshot["0.bias", "update_sample"].total.count == 16
+    assert told == []
+
+
+def test_an_unfrozen_parameter_without_room_is_skipped_and_said() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 2))
+    model[0].requires_grad_(False)
+
+    def attach(budget: int) -> hookstats.Monitor:
+        options = hookstats.Options(memory_budget=budget)
+        return hookstats.attach(model, every=1, tensors="param_grad", options=options)
+
+    with pytest.raises(ValueError, match="expected at least") as refused:
+        attach(1)
+    least = re.search(r"at least (\d+) bytes", str(refused.value))
+    assert least is not None
+    with attach(int(least[1])) as monitor:
+        model[0].requires_grad_(True)
+        model(torch.randn(4, 8)).sum().backward()
+        with pytest.warns(UserWarning, match="would not fit into what is left of memory_budget"):
+            snapshot = monitor.step()
+        assert snapshot is not None
+        assert {site.name for site in snapshot.skipped} == {"0.weight", "0.bias"}
 
 
 def test_frozen_parameters_have_no_gradient_site() -> None:
