@@ -49,6 +49,7 @@ SHOWN = {
     "equal-channels": "kernels_that_are_all_equal.cnn",
     "equal-modules": "a_critic_that_began_as_a_copy_of_the_other.mlp",
     "growing-gradients": "gradients_that_are_never_zeroed_under_adam.gpt",
+    "same-data": "ranks_that_draw_the_same",
     "replica-drift": "a_rank_that_clips_alone",
     "reduced-gradient": "gradients_that_are_averaged_twice",
     "outside-write": "averaged_weights_that_are_not_put_back",

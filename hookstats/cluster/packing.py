@@ -14,12 +14,12 @@ from hookstats.cluster.exchange import Fold, Numbers, largest, total
 from hookstats.cluster.union import Local, Union
 from hookstats.numbers.fields import FIELDS, Array, Counts, Site, Skipped, fold_channels, histogram_shape
 from hookstats.numbers.frame import AT_END, OCCASIONS, OF_OPTIMIZER, Sites, StepFrame, block_of
-from hookstats.numbers.kinds import kind_of
-from hookstats.numbers.ranks import Spread
+from hookstats.numbers.kinds import is_of_kind, kind_of
+from hookstats.numbers.ranks import SAME_DATA, Spread
 
 COUNT, MEAN, M2, MIN, MAX = (FIELDS.index(name) for name in ("count", "mean", "m2", "min", "max"))
 CALLS, FIRED, SHOWN, SKIPPED, GIVEN_UP = range(5)  # rows of counts
-ORDER, SKIPPED_BY = range(2)  # rows of extremes
+ORDER, SKIPPED_BY, HIGH, LOW = range(4)  # rows of extremes; the last two are of hashes: 0 apart where all are equal
 CHANGED = 2  # row of what is compared: how many ranks hold something else than in the step before
 SPREAD = ("rms", "abs_max", "mean", "nonfinite")  # of which the ranks' extremes are told
 _LOWEST = np.iinfo(np.int64).min  # neutral among extremes
@@ -37,7 +37,7 @@ class Packed(NamedTuple):
     bins: Counts  # [1, counters]
     counts: Counts  # [5, sites]
     compared: Counts  # [3, sites that are compared]: hashes, phases, 0 where peers hold the same; CHANGED
-    extremes: Counts  # [2, sites]: -(rank << 32 | place), -rank
+    extremes: Counts  # [4, sites]: -(rank << 32 | place), -rank; a hash of what shows the data, and that times -1
     samples: Counts  # [1 + ids, ranks]: how many ids, and these
     spread: Array  # [2, 2 * SPREAD, sites]: of each of SPREAD -min, max; the ranks that have these, -1: none
 
@@ -116,6 +116,10 @@ class Packer:
             rows=int(rows),
             hidden=counts[SHOWN] == 0,
         )
+        high, low = packed.extremes[HIGH:]
+        is_same = (packed.counts[FIRED] == len(union.ranks)) & (high > _LOWEST) & (high == -low)
+        if len(union.ranks) > 1 and is_same.any():
+            frame.scalars[SAME_DATA] = 1.0
         given = [column[1 : 1 + column[0]] for column in packed.samples.T if column[0] > 0]
         if given:
             frame.sample_ids[own.step] = np.concatenate(given)
@@ -184,6 +188,10 @@ class _Part:
         self._lowest = np.array([min(each) for each in peers], np.int64)
         self._weights = np.where(self._lowest == rank, 1 - np.array([len(each) for each in peers], np.int64), 1)
         kinds = [kind_of(site.tensor) for _, site in compared]
+        tensors = [row.site.tensor for row in table]
+        self._is_output = np.array([is_of_kind(tensor, "output") for tensor in tensors], bool)
+        is_input = np.array([is_of_kind(tensor, "input") for tensor in tensors], bool)
+        self._is_input = is_input & np.array([row.site.name == "" for row in table], bool)
         self._is_reduced = np.array([kind.is_gradient and kind.is_replicated for kind in kinds], bool)
 
     def pack(self, frame: StepFrame) -> tuple[Packed, Held]:
@@ -197,7 +205,7 @@ class _Part:
             np.zeros((1, int(union.whole.counters.sum())), np.int64),
             np.zeros((5, sites), np.int64),
             np.zeros((3, len(union.compared)), np.int64),
-            np.full((2, sites), _LOWEST),
+            np.full((1 + LOW, sites), _LOWEST),
             np.zeros((1 + union.samples, ranks if union.samples else 0), np.int64),
             np.stack([np.full((2 * len(SPREAD), sites * union.spread), each) for each in (-np.inf, -1.0)]),
         )
@@ -217,6 +225,8 @@ class _Part:
         packed.counts[SHOWN, row] = True if frame.hidden is None else (calls > 0) | ~frame.hidden
         in_their_order = np.flatnonzero(self._counts[order])
         packed.extremes[ORDER, row[order[in_their_order]]] = -(self._rank << 32 | in_their_order)
+        shown = self._find_data(frame)
+        packed.extremes[HIGH:, row[shown]] = np.multiply.outer([1, -1], _hash(frame.wholes[:, shown]) >> 1)
         for site, skipped in frame.skipped.items():
             i = union.place[site]
             packed.counts[[SKIPPED, GIVEN_UP], i] = skipped.times or 0, skipped.times is None
@@ -227,6 +237,14 @@ class _Part:
         if union.spread:
             self._put_spread(packed.spread, frame)
         return packed, self._hold(packed.compared, frame)
+
+    def _find_data(self, frame: StepFrame) -> Counts:
+        """The sites that show which data a rank has: what enters the model, its last output; none that is constant."""
+        order = frame.order[self._counts[frame.order]]
+        chosen = np.append(order[self._is_input[order]], order[self._is_output[order]][-1:])
+        low, high = frame.wholes[MIN, chosen], frame.wholes[MAX, chosen]
+        result: Counts = chosen[low < high]
+        return result
 
     def _put_spread(self, spread: Array, frame: StepFrame) -> None:
         """Put in this rank's statistics of the sites that have fired, each as both of its extremes."""
@@ -242,8 +260,7 @@ class _Part:
         """Return hashes of totals and calls, and put them in, so that those of ranks that hold the same add up to 0."""
         held = Held(np.full(compared.shape[1], -1), *np.zeros_like(compared[:2]))
         calls, readings = frame.calls[self._compared], np.zeros(len(self._compared), np.int64)
-        words = np.ascontiguousarray(frame.wholes[:, self._compared]).view(np.int64)
-        hashes = _mix(_mix(words + _mix(np.arange(len(FIELDS)))[:, None]).sum(0) + _mix(calls))
+        hashes = _mix(_hash(frame.wholes[:, self._compared]) + _mix(calls))
         hashes[(hashes >= 0) & (hashes <= UNUSED)] = UNUSED + 1
         if frame.readings is not None:
             readings = frame.readings[self._compared]
@@ -256,6 +273,13 @@ class _Part:
         # Mixed with the peers' number, or what two groups hold the other way round would add up to 0, too.
         compared[:2, self._as] = self._weights * np.stack([_mix(hashes + _mix(self._lowest)), phases])
         return held
+
+
+def _hash(wholes: Array) -> Counts:
+    """Return a number that stands for each state, ``[fields, n]``."""
+    words = np.ascontiguousarray(wholes).view(np.int64)
+    result: Counts = _mix(words + _mix(np.arange(len(FIELDS)))[:, None]).sum(0)
+    return result
 
 
 def _mix(words: Numbers) -> Counts:

@@ -21,7 +21,7 @@ NO_ROWS = torch.zeros(_MOST_ROWS, dtype=torch.float64)
 _TF32 = 2.0**-11
 
 
-class _Part(NamedTuple):
+class _Spread(NamedTuple):
     """Some tokens of a tensor, of which sums of squares are taken.
 
     Attributes:
@@ -37,7 +37,7 @@ class _Part(NamedTuple):
     values: int
 
 
-class Plan(NamedTuple):
+class SpreadPlan(NamedTuple):
     """The sums of squares of tensors of certain shapes: of a tensor's channels, and of another one as a whole.
 
     Attributes:
@@ -45,8 +45,8 @@ class Plan(NamedTuple):
         table, places: see csrc/joint.cpp.
     """
 
-    channels: dict[int, _Part]
-    whole: _Part | None
+    channels: dict[int, _Spread]
+    whole: _Spread | None
     table: torch.Tensor
     places: torch.Tensor
 
@@ -54,9 +54,9 @@ class Plan(NamedTuple):
 class Seen(NamedTuple):
     """Sums of squares of a module's output and input, and of the output's gradient, of one call."""
 
-    plan: Plan
+    plan: SpreadPlan
     sums: torch.Tensor
-    gradient_plan: Plan
+    gradient_plan: SpreadPlan
     gradient_sums: torch.Tensor
     tokens: dict[int, int]  # of the output, by the dimension of its channels
 
@@ -83,7 +83,7 @@ class SpreadHook(ModuleHook):
         """
         self._channels = channels
         self._last = {dim: int(some[-1]) for dim, some in channels.items()}
-        self._plans: dict[Any, Plan] = {}
+        self._plans: dict[Any, SpreadPlan] = {}
         self._is_reader = is_reader
         self._is_on = is_on
         self._fail = fail
@@ -140,12 +140,14 @@ class SpreadHook(ModuleHook):
     def _has(self, y: torch.Tensor, dim: int) -> bool:
         return self._last[dim] < y.shape[dim]
 
-    def _add(self, plan: Plan, sums: torch.Tensor, gradient: torch.Tensor) -> None:
+    def _add(self, plan: SpreadPlan, sums: torch.Tensor, gradient: torch.Tensor) -> None:
         own = self._measure(gradient, [*plan.channels], gradient if self._is_reader else None)
         tokens = {dim: gradient.numel() // max(gradient.shape[dim], 1) for dim in plan.channels}
         self.seen.append(Seen(plan, sums, *own, tokens))
 
-    def _measure(self, tensor: torch.Tensor, dims: list[int], whole: torch.Tensor | None) -> tuple[Plan, torch.Tensor]:
+    def _measure(
+        self, tensor: torch.Tensor, dims: list[int], whole: torch.Tensor | None
+    ) -> tuple[SpreadPlan, torch.Tensor]:
         """Return sums of squares of the tensor's channels, and of another one as a whole, by one launch."""
         key = tensor.device, tensor.shape, len(dims), None if whole is None else whole.shape
         plan = self._plans.get(key)
@@ -162,13 +164,13 @@ class SpreadHook(ModuleHook):
         return plan, sums if len(self.seen) < _MOST_PLANS else sums.clone()  # alone: of many microbatches
 
 
-def _plan(tensor: torch.Tensor, channels: dict[int, torch.Tensor], whole: torch.Tensor | None) -> Plan:
-    parts, table, places = list[_Part](), list[list[int]](), list[torch.Tensor]()
+def _plan(tensor: torch.Tensor, channels: dict[int, torch.Tensor], whole: torch.Tensor | None) -> SpreadPlan:
+    parts, table, places = list[_Spread](), list[list[int]](), list[torch.Tensor]()
 
     def add(given: torch.Tensor, dim: int, some: Any, own: torch.Tensor, values: int) -> None:
         begin = sum(map(len, places))
         table.append([len(table), dim % given.dim(), 0, begin, begin + len(own), 0])
-        parts.append(_Part(some, slice(begin, begin + len(own)), max(values, 1) / max(given.numel(), 1), values))
+        parts.append(_Spread(some, slice(begin, begin + len(own)), max(values, 1) / max(given.numel(), 1), values))
         places.append(own)
 
     for dim, own in channels.items():
@@ -184,7 +186,7 @@ def _plan(tensor: torch.Tensor, channels: dict[int, torch.Tensor], whole: torch.
         add(whole, rows, some, torch.arange(_MOST_ROWS), chosen.numel() // max(sizes[rows], 1) * count)
     by_dim = dict(zip(channels, parts, strict=False))
     all_places = torch.cat(places) if places else torch.zeros(0, dtype=torch.int64)
-    return Plan(
+    return SpreadPlan(
         by_dim,
         parts[-1] if whole is not None else None,
         torch.tensor(table, dtype=torch.int64).view(-1, 6),

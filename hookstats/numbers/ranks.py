@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from hookstats.numbers.fields import Site
 
 _MOST = 1 << 24  # ranks of a group
+SAME_DATA = "ranks.same_data"  # scalar of a merged step, 1.0 where all ranks had one input, or one output, to the bit
 
 
 class StepRanks(NamedTuple):

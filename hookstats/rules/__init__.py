@@ -49,6 +49,7 @@ from hookstats.rules.gradients import vanishing_gradients as vanishing_gradients
 from hookstats.rules.identities import identity as identity
 from hookstats.rules.inputs import constant_input as constant_input
 from hookstats.rules.inputs import input_shift as input_shift
+from hookstats.rules.inputs import same_data as same_data
 from hookstats.rules.inputs import unscaled_input as unscaled_input
 from hookstats.rules.judging import Function as Function
 from hookstats.rules.judging import Judge as Judge

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hookstats.numbers.fields import FIELDS
+from hookstats.numbers.ranks import SAME_DATA
 from hookstats.rules.activations import has_zero_weights
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.formatting import number
@@ -224,6 +225,30 @@ def _has_equal_rows(step: Step, site: int, values: int) -> bool:
     if channels is None or channels.count.min() < values:
         return False
     return bool((channels.max - channels.min <= 1e-5 * channels.abs_max).all())
+
+
+@rule(per_site=False, depth=0)
+def same_data(step: Step, consecutive_steps: int = 10) -> Ill | None:
+    """All ranks get the same data: what enters the model, or its last output, is the same on all, to the bit: a note.
+
+    Of a step that was merged (``attach(process_group=...)``), the states of the model's floating inputs and of its last
+    output are compared as hashes, in ``consecutive_steps`` = 10 measured steps in a row. Data parallel ranks then
+    compute one gradient several times over, and the batch is as large as that of one rank.
+
+    What else looks like it: by design, tensor and sequence parallelism without data parallelism, where all ranks work
+    on one batch. What to do: a ``DistributedSampler``, or another shard and another seed for each rank.
+
+    False-positive guards: tensors that hold one value are not compared; all ranks must agree. Where the model has
+    dropout and ids as its input, ranks that draw the same data are not found.
+    """
+    if step.ranks == 1:
+        return None
+    say = (
+        f"all {step.ranks} ranks have been given the same data, to the bit, in each measured step since step "
+        "{since}: each computes what the others do. Give the loader a DistributedSampler, or each rank another shard "
+        "and another seed. Under tensor parallelism alone it is right."
+    )
+    return Ill(SAME_DATA in step.scalars, say, step.ranks, 1, "note", steps=consecutive_steps)
 
 
 @rule(of="input", depth=0, is_cause=False)

@@ -13,7 +13,7 @@ from hookstats import Snapshot
 from tests import ranks
 
 STEPS, BEGINS = 120, 60
-FAULTS = ("a_rank_that_clips_alone", "gradients_that_are_averaged_twice")
+FAULTS = ("a_rank_that_clips_alone", "gradients_that_are_averaged_twice", "ranks_that_draw_the_same")
 
 
 def trains(rank: int, world: int, fault: str) -> list[Any]:
@@ -21,7 +21,7 @@ def trains(rank: int, world: int, fault: str) -> list[Any]:
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
     wrapped = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-    data = torch.Generator().manual_seed(rank)
+    data = torch.Generator().manual_seed(0 if fault == "ranks_that_draw_the_same" else rank)
     tensors = (
         "output",
         "grad_output",
@@ -41,7 +41,7 @@ def trains(rank: int, world: int, fault: str) -> list[Any]:
             for parameter in model.parameters():
                 assert parameter.grad is not None
                 parameter.grad /= world
-        elif step >= BEGINS and rank == 1:
+        elif step >= BEGINS and fault == "a_rank_that_clips_alone" and rank == 1:
             nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         optimizer.step()
         optimizer.zero_grad()
