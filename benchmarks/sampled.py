@@ -1,11 +1,11 @@
-"""``python -m benchmarks.sampled [errors | bytes | cost | laws | compiled]``: what rows=8 reads, costs and errs.
+"""``python -m benchmarks.sampled [errors | bytes | cost | laws | compiled] [model ...]``: what rows=8 costs, and errs.
 
 errors: 500 tensors of tokens, of five kinds, each read by every 8th row from each of the first eight on, beside float64
 of the whole. bytes: of a step of a model of 1 B parameters, by the counts of what is hooked. cost: four models with the
 default, every step, every step with rows=8, and budget=0.01; ten steps of each by turns, in a processor's time, which
 other work on the machine changes least. All in one process: the same model is up to 25 % slower in one process than in
 another. laws: the same of what laws measure beside the defaults, of the GPT. compiled: each model compiled as a whole,
-which is done once, so a process for each way.
+which is done once, so a process for each way. A model is told by a part of its name; none: all of them.
 """
 
 from __future__ import annotations
@@ -236,14 +236,15 @@ def in_turns(name: str, ways: Ways, seconds: float = 120.0) -> tuple[list[list[f
     return times, chosen
 
 
-def in_processes(name: str, ways: Ways, rounds: int = 8) -> tuple[list[list[float]], list[str]]:
+def in_processes(name: str, ways: Ways, seconds: float = 120.0) -> tuple[list[list[float]], list[str]]:
     """Return the same of compiled models, a process for each way."""
     pipe = subprocess.PIPE
     commands = [[sys.executable, "-m", "benchmarks.sampled", "work", name, way] for way in ways]
     workers = [subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe) for command in commands]
     chosen = [worker.stdout.readline().strip() for worker in workers]  # type: ignore[union-attr]
     times: list[list[float]] = [[] for _ in workers]
-    for _ in range(rounds):
+    end = time.monotonic() + seconds
+    while len(times[0]) < 3 or (len(times[0]) < 12 and time.monotonic() < end):
         for worker, own in zip(workers, times, strict=True):
             print(file=worker.stdin, flush=True)
             own.append(float(worker.stdout.readline()))  # type: ignore[union-attr]
@@ -254,8 +255,8 @@ def in_processes(name: str, ways: Ways, rounds: int = 8) -> tuple[list[list[floa
 
 def cost(
     measured: Callable[[str, Ways], tuple[list[list[float]], list[str]]],
-    ways: Ways = _WAYS,
-    models: Iterable[str] = tuple(_MODELS),
+    ways: Ways,
+    models: Iterable[str],
 ) -> None:
     print("| |", " | ".join(ways), "|\n|---" + "|---" * len(ways) + "|")
     for name in models:
@@ -273,13 +274,15 @@ def main() -> None:
     torch.set_num_threads(1)
     if sys.argv[1:2] == ["work"]:
         return work(*sys.argv[2:4])
-    for name in sys.argv[1:] or ["errors", "bytes"]:
-        if name == "laws":
+    words = sys.argv[2:]
+    models = [name for name in _MODELS if not words or any(word in name for word in words)]
+    for what in sys.argv[1:2] or ["errors", "bytes"]:
+        if what == "laws":
             cost(in_turns, _OF_LAWS, ["GPT, 512 tokens"])
-        elif name in ("cost", "compiled"):
-            cost(in_processes if name == "compiled" else in_turns)
+        elif what in ("cost", "compiled"):
+            cost(in_processes if what == "compiled" else in_turns, _WAYS, models)
         else:
-            {"errors": errors, "bytes": bytes_read}[name]()
+            {"errors": errors, "bytes": bytes_read}[what]()
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ HOOKSTATS_DTYPES(HOOKSTATS_VERSIONS_OF)
   target int vector_bytes() { return bytes; }                                                     \
   target void count_keys(Counting& counting) { cpu::count_keys<bytes>(counting); }                \
   target void merge(LaneSamples& into, const LaneSamples& from) { into.merge(from); }             \
+  target void fold(LaneSamples& samples, int width) { samples.fold(width); }                      \
   target void merge_into_state(const LaneSamples& samples, const State& state, int64_t channel) { \
     const int width = int(std::min<int64_t>(kLanes, state.channels - channel));                   \
     samples.merge_into_state(state.moments + channel, state.row_stride, width);                   \
@@ -65,32 +66,61 @@ LaneSamples* partials(int64_t count) {
   return buffer.data();
 }
 
+// The runs of channel 0 along the innermost dimension, from an element on. Those of planes are short, and the divisions
+// of offset() would take as long as the sums of 64 values, so there is none from one image to the next.
+class Runs {
+ public:
+  Runs(const Layout& layout, int64_t element)
+      : layout_(layout),
+        evenly_(layout.ndim == 2 && layout.row_dims == 0),
+        element_(element),
+        within_(element % layout.inner_size()),
+        at_(layout.offset(element)) {}
+  int64_t at() const { return at_; }
+  int64_t size() const { return layout_.inner_size() - within_; }
+  // To the next one, which there must be.
+  void move_on() {
+    element_ += size();
+    at_ = evenly_ ? at_ - within_ * layout_.inner_stride() + layout_.stride[0] : layout_.offset(element_);
+    within_ = 0;
+  }
+
+ private:
+  const Layout& layout_;
+  bool evenly_;
+  int64_t element_, within_, at_;
+};
+
 // Of the elements first .. first + n - 1 of channel 0.
 void offsets(const Layout& layout, int64_t first, int n, int64_t* at) {
   if (layout.row_dims == 1 && layout.ndim == 1) {  // as below, without its divisions
     for (int i = 0; i < n; ++i) at[i] = layout.row_index[first + i] * layout.stride[0];
     return;
   }
-  for (int i = 0; i < n;) {
-    const int64_t from = layout.offset(first + i), left = layout.inner_size() - (first + i) % layout.inner_size();
-    const int run = int(std::min<int64_t>(n - i, left));
-    for (int j = 0; j < run; ++j) at[i + j] = from + j * layout.inner_stride();
-    i += run;
+  Runs runs(layout, first);
+  for (int i = 0;; runs.move_on()) {
+    const int run = int(std::min<int64_t>(n - i, runs.size()));
+    for (int j = 0; j < run; ++j) at[i + j] = runs.at() + j * layout.inner_stride();
+    if ((i += run) == n) return;
   }
 }
 
-// Lanes are channels, or `fold` times the channels: see accumulate_rows.
+// `plane` neighbouring lanes are a channel, in order, and the channels perhaps there several times: see
+// accumulate_rows.
 template <class scalar_t>
-void accumulate_lanes(const Input& input, int64_t fold, const State& state, ParallelFor parallel_for) {
+void accumulate_lanes(const Input& input, int plane, const State& state, ParallelFor parallel_for) {
   const Layout& layout = input.layout;
   const auto* data = static_cast<const scalar_t*>(input.data);
   const Split split(divide_up(layout.channels, kLanes), divide_up(layout.count, kMostRows));
   LaneSamples* parts = split.parts > 1 ? partials(split.groups * split.parts) : nullptr;
   const bool shared = split.parts > 1 || (state.kind == HistogramKind::per_tensor && parallel_for != serial);
-  const auto add_to_state = [&](const LaneSamples& samples, int64_t group) {
-    if (fold == 1) return merge_into_state(samples, state, group * kLanes);
-    for (int64_t lane = 0; lane < layout.channels; ++lane) {
-      hookstats::merge_into_state(samples.get(int(lane)), state.moments + lane % state.channels, state.row_stride);
+  const auto add_to_state = [&](LaneSamples& samples, int64_t group) {
+    const int64_t first = group * kLanes;
+    if (layout.channels == state.channels) return merge_into_state(samples, state, first);
+    fold(samples, plane);
+    for (int64_t lane = first; lane < std::min(first + kLanes, layout.channels); lane += plane) {
+      double* const column = state.moments + lane / plane % state.channels;
+      hookstats::merge_into_state(samples.get(int(lane - first)), column, state.row_stride);
     }
   };
 
@@ -98,17 +128,17 @@ void accumulate_lanes(const Input& input, int64_t fold, const State& state, Para
     KeepSubnormals keep;
     int64_t at[kMostRows + kMostAheadRows];
     LaneSamples own;
-    ThreadHistogram histogram(state, true, vector_bytes(), count_keys, sizeof(acc_of<scalar_t>), shared);
-    LinearHistogram linear(state, true);
+    ThreadHistogram histogram(state, plane, vector_bytes(), count_keys, sizeof(acc_of<scalar_t>), shared);
+    LinearHistogram linear(state, plane);
     for (int64_t task = begin; task < end; ++task) {
       // In this order threads share rows, not columns, and read whole pages.
-      const int64_t group = task % split.groups, part = task / split.groups, channel = group * kLanes;
+      const int64_t group = task % split.groups, part = task / split.groups, lane = group * kLanes;
       const int64_t end_of_part = std::min(layout.count, split.begin(part + 1) * kMostRows);
       LaneSamples& samples = parts ? parts[task] : own;
       samples.clear();
-      histogram.move_to(channel);
-      linear.move_to(channel);
-      Tile<scalar_t> tile{data + channel, at, 0, int(std::min<int64_t>(kLanes, layout.channels - channel))};
+      histogram.move_to(lane / plane);
+      linear.move_to(lane / plane);
+      Tile<scalar_t> tile{data + lane, at, 0, int(std::min<int64_t>(kLanes, layout.channels - lane))};
       for (int64_t first = split.begin(part) * kMostRows; first < end_of_part; first += kMostRows) {
         tile.rows = int(std::min<int64_t>(kMostRows, end_of_part - first));
         tile.known = int(std::min<int64_t>(kMostRows + kMostAheadRows, end_of_part - first));
@@ -140,7 +170,7 @@ void accumulate_rows(const Input& input, const State& state, ParallelFor paralle
   rest.layout.count = rest.layout.size[0] = layout.count % fold;
   rest.data = static_cast<const scalar_t*>(input.data) + (layout.count - rest.layout.count) * layout.channels;
   if (fold == 1) return accumulate_lanes<scalar_t>(input, 1, state, parallel_for);
-  accumulate_lanes<scalar_t>(folded, fold, state, parallel_for);
+  accumulate_lanes<scalar_t>(folded, 1, state, parallel_for);
   if (rest.layout.count) accumulate_lanes<scalar_t>(rest, 1, state, parallel_for);
 }
 
@@ -155,17 +185,19 @@ class FlatTiles {
 
   // Sample of the elements first .. last - 1.
   Sample sample(const scalar_t* channel, const Layout& layout, int64_t first, int64_t last) {
-    const int64_t inner = layout.inner_size(), stride = layout.inner_stride();
+    const int64_t stride = layout.inner_stride();
+    // Then what is read next are other channels, of which a tile knows too little.
+    const bool is_short = layout.ndim == 1 && layout.count == layout.channel_stride &&
+                          layout.count * int64_t(sizeof(scalar_t)) <= kAheadBytes;
     sum_ = Sample::neutral();
     channel_ = channel;
     first_rows_ = 0;
     const scalar_t* rest = buffer_;
-    while (first < last) {
-      const int64_t run = std::min(last - first, inner - first % inner);
-      int64_t from = layout.offset(first);
-      first += run;
-      int64_t left = run;
+    for (Runs runs(layout, first); first < last;) {
+      int64_t from = runs.at(), left = std::min(last - first, runs.size());
+      first += left;
       if (stride == 1) {
+        if (is_short) prefetch_later(channel + from, int(left));
         for (; left >= kLanes; left -= kLanes, from += kLanes) {
           if (first_rows_ < kMostAheadRows) first_at_[first_rows_++] = from;
           at_[rows_++] = from;
@@ -189,6 +221,7 @@ class FlatTiles {
         from += n * stride;
         if (gathered_ == kMostRows * kLanes) add_gathered();
       }
+      if (first < last) runs.move_on();
     }
     int known = rows_;  // and then, most likely, the same rows of the next channel
     for (int r = 0; r < first_rows_ && known < kMostRows + kMostAheadRows; ++r) {
@@ -205,6 +238,10 @@ class FlatTiles {
   }
 
  private:
+  static void prefetch_later(const scalar_t* run, int count) {
+    const char* later = reinterpret_cast<const char*>(run) + kAheadBytes;
+    for (int byte = 0; byte < count * int(sizeof(scalar_t)); byte += 64) __builtin_prefetch(later + byte, 0, 2);
+  }
   void add_rows(int known) {
     const int rows = std::min(rows_, kMostRows);
     add({{channel_, at_, rows, kLanes, known}, nullptr, 0});
@@ -231,10 +268,25 @@ class FlatTiles {
   alignas(64) scalar_t buffer_[kMostRows * kLanes];
 };
 
+// Whether planes of less than a row of lanes lie side by side in each of many images, which then are read as rows.
+bool planes_are_rows(const Layout& layout) {
+  constexpr int64_t kLeastImages = 16;
+  const int64_t plane = layout.inner_size();
+  return layout.ndim == 2 && layout.row_dims == 0 && layout.size[0] >= kLeastImages && layout.inner_stride() == 1 &&
+         layout.channel_stride == plane && plane < kLanes && kLanes % plane == 0;
+}
+
 template <class scalar_t>
 void accumulate_planes(const Input& input, const State& state, ParallelFor parallel_for) {
   constexpr int64_t kTile = kMostRows * kLanes;
   const Layout& layout = input.layout;
+  if (planes_are_rows(layout)) {
+    Input rows = input;
+    rows.layout.channels *= layout.inner_size();
+    rows.layout.channel_stride = rows.layout.ndim = 1;
+    rows.layout.count = layout.size[0];
+    return accumulate_lanes<scalar_t>(rows, int(layout.inner_size()), state, parallel_for);
+  }
   const Split split(layout.channels, divide_up(layout.count, kTile));
   Sample* parts =
       split.parts > 1 ? reinterpret_cast<Sample*>(partials(divide_up(split.groups * split.parts, kLanes))) : nullptr;
@@ -242,8 +294,8 @@ void accumulate_planes(const Input& input, const State& state, ParallelFor paral
 
   parallel_for(split.groups * split.parts, [&](int64_t begin, int64_t end) {
     KeepSubnormals keep;
-    ThreadHistogram histogram(state, false, vector_bytes(), count_keys, sizeof(acc_of<scalar_t>), shared);
-    LinearHistogram linear(state, false);
+    ThreadHistogram histogram(state, kLanes, vector_bytes(), count_keys, sizeof(acc_of<scalar_t>), shared);
+    LinearHistogram linear(state, kLanes);
     FlatTiles<scalar_t> tiles(histogram, linear);
     for (int64_t task = begin; task < end; ++task) {
       const int64_t c = task / split.parts, part = task % split.parts;

@@ -223,12 +223,12 @@ HOOKSTATS_INLINE void add_keys(const Tile<scalar_t>& chunk, Counting& counting) 
 // A thread's own counts, added to the state's when it moves on. Integers: the order does not matter.
 class ThreadHistogram {
  public:
-  // `lanes_are_channels`: else the lanes of a tile are elements of one channel. `count`: count_keys, in the version for
+  // `plane`: so many neighbouring lanes of a tile are elements of one channel. `count`: count_keys, in the version for
   // these vectors. `value_bytes`: of acc_t. `shared`: other threads may add to the same bins.
-  ThreadHistogram(const State& state, bool lanes_are_channels, int vector_bytes, void (*count)(Counting&),
-                  int value_bytes, bool shared)
+  ThreadHistogram(const State& state, int plane, int vector_bytes, void (*count)(Counting&), int value_bytes,
+                  bool shared)
       : state_(state.histogram),
-        lanes_are_channels_(lanes_are_channels),
+        lanes_are_channels_(plane < kLanes),
         shared_(shared),
         count_(count),
         counting_{state.kind, nullptr, nullptr, 0} {
@@ -243,7 +243,7 @@ class ThreadHistogram {
     counting_.keys = &buffer[0].keys;
     for (int place = 0; place < kLanes; ++place) {
       const int lane = lane_at(place, vector_bytes, value_bytes);
-      channel_of_[place] = uint8_t(lane % state.channels);  // several lanes may be one channel
+      channel_of_[place] = uint8_t(lane / plane % state.channels);  // several lanes may be one channel
     }
   }
   ~ThreadHistogram() { flush(); }

@@ -10,15 +10,16 @@ namespace hookstats::cpu {
 
 class LinearHistogram {
  public:
-  // `lanes_are_channels`: else the lanes of a tile are elements of one channel.
-  LinearHistogram(const State& state, bool lanes_are_channels) : state_(state) {
+  // `plane`: so many neighbouring lanes of a tile are elements of one channel.
+  LinearHistogram(const State& state, int plane) : state_(state), plane_(plane) {
     if (state.kind != HistogramKind::linear) return;
-    const int64_t channels = state.by_channel && lanes_are_channels ? std::min<int64_t>(kLanes, state.channels) : 1;
+    const int64_t channels = state.by_channel ? std::min<int64_t>(kLanes / plane, state.channels) : 1;
     stride_ = state.bins + 1;  // the last takes NaN and Inf, and is dropped
     lane_is_channel_ = channels > 1;
     if (channels * stride_ > kMostWords) return;
     for (int lane = 0; lane < kLanes; ++lane) {
-      first_[lane] = lane_is_channel_ ? lane % state.channels * stride_ : 0;  // several lanes may be one channel
+      first_[lane] =
+          lane_is_channel_ ? lane / plane % state.channels * stride_ : 0;  // several lanes may be one channel
     }
     thread_local std::vector<uint32_t> buffer;
     if (int64_t(buffer.size()) < channels * stride_) buffer.resize(channels * stride_);
@@ -56,7 +57,7 @@ class LinearHistogram {
     for (int r = 0; r < tile.rows; ++r) {
       for (int lane = 0; lane < tile.width; ++lane) {
         const int bin = counter_of(widen(tile.row(r)[lane]));
-        if (bin < state_.bins) add_to_bin(channel_ + (lane_is_channel_ ? lane % state_.channels : 0), bin, 1);
+        if (bin < state_.bins) add_to_bin(channel_ + (lane_is_channel_ ? lane / plane_ % state_.channels : 0), bin, 1);
       }
     }
   }
@@ -81,6 +82,7 @@ class LinearHistogram {
   }
 
   const State& state_;
+  int plane_;
   bool lane_is_channel_ = false;
   int64_t stride_ = 0, used_ = 0;
   int64_t first_[kLanes];

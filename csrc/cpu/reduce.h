@@ -35,13 +35,14 @@ struct LaneSamples {
 #pragma omp simd
     for (int lane = 0; lane < kLanes; ++lane) merge_lane(lane, other, lane);
   }
-  // All lanes are one channel: halves are merged with halves.
-  HOOKSTATS_INLINE Sample fold() {
-    for (int half = kLanes / 2; half > 0; half /= 2) {
+  // The first of each `width` lanes, which are a power of two, takes the others: halves are merged with halves.
+  HOOKSTATS_INLINE void fold(int width) {
+    for (int half = width / 2; half > 0; half /= 2) {
+      for (int first = 0; first < kLanes; first += width) {
 #pragma omp simd
-      for (int lane = 0; lane < half; ++lane) merge_lane(lane, *this, lane + half);
+        for (int lane = 0; lane < half; ++lane) merge_lane(first + lane, *this, first + lane + half);
+      }
     }
-    return get(0);
   }
   HOOKSTATS_INLINE void merge_state(const double* moments, int64_t row_stride, int width) {
 #pragma omp simd
@@ -383,7 +384,8 @@ HOOKSTATS_INLINE Sample exact_flat(const Tile<scalar_t>& tile) {
   add_chunks<kBytes>(tile, sums, none);
   LaneSamples exact;
   exact_lanes<kBytes>(tile, sums, lanes_in_use(tile), exact);
-  return exact.fold();
+  exact.fold(kLanes);
+  return exact.get(0);
 }
 
 // Lanes are elements of one channel.

@@ -36,6 +36,10 @@ LAYOUTS: dict[str, tuple[Maker, int | None]] = {
     "planes": (lambda t: normal(5, 6, 9, 11).to(t), 1),
     "planes_in_packs": (lambda t: normal(5, 6, 8, 12).to(t), 1),
     "planes_unaligned": (lambda t: normal(3, 4, 67, 67).to(t), 1),
+    "planes_of_16": (lambda t: normal(300, 6, 4, 4).to(t), 1),
+    "planes_of_2": (lambda t: normal(150, 33, 2).to(t), 1),
+    "planes_of_32_in_every_second_image": (lambda t: normal(66, 5, 4, 8).to(t)[::2], 1),
+    "planes_in_few_images": (lambda t: normal(15, 6, 4, 4).to(t), 1),
     "channels_last": (lambda t: normal(5, 34, 9, 11).to(t).to(memory_format=torch.channels_last), 1),
     "whole": (lambda t: normal(9, 33, 40).to(t), None),
     "whole_transposed": (lambda t: normal(33, 40).to(t).t(), None),
@@ -57,10 +61,10 @@ LAYOUTS: dict[str, tuple[Maker, int | None]] = {
 
 
 # One layout for each way in which a kernel reads (on a GPU: rows or one channel after another; in packs, in few
-# dimensions, in many; on a CPU: short rows, long ones, neighbours of a channel, strides): with these every dtype and
-# histogram is compiled apart. Other layouts lead to the same code.
+# dimensions, in many; on a CPU: short rows, long ones, short planes, neighbours of a channel, strides): with these
+# every dtype and histogram is compiled apart. Other layouts lead to the same code.
 PATHS = ["rows", "rows_3d", "rows_of_three_channels", "every_second_channel", "many_dims_rows"]
-PATHS += ["whole", "planes", "planes_in_packs", "many_dims"]
+PATHS += ["whole", "planes", "planes_in_packs", "planes_of_16", "many_dims"]
 CASES = [
     pytest.param(layout, dtype, HISTOGRAMS if layout in PATHS else ["per_channel"], id=f"{layout}-{dtype}")
     for layout in LAYOUTS
@@ -229,6 +233,9 @@ def test_hard_float32_values(backend: Backend, values: str, channel_dim: int | N
 def test_hard_values_in_planes(backend: Backend, values: str) -> None:
     x = HARD[values].t().contiguous()
     check(backend.accumulate(x, 0, "per_channel").stats(), x, 0)
+    short = HARD[values].view(-1, 4, 5).transpose(1, 2).contiguous()  # of 4 values, in many images
+    for histogram in ("per_tensor", "per_channel"):
+        check(backend.accumulate(short, 1, histogram).stats(), short, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -139,6 +139,13 @@ MUTANTS = [
         f"{KERNELS} {ON_CPU.format('plane_sizes')}",
     ),
     Mutant(
+        "of a plane that is read as rows only the first values count",
+        "csrc/cpu/accumulate.cpp",
+        "fold(samples, plane);",
+        ";",
+        f"{KERNELS} {ON_CPU.format('planes_of_16')}",
+    ),
+    Mutant(
         "counters of 16 bits overflow",
         "csrc/cpu/histogram.h",
         "if (rows_ + rows > kMostCounts) flush();",
