@@ -153,17 +153,19 @@ def equal_modules(
 ) -> Ill | None:
     """Modules that are one and the same: they began with the same weights, and learn the same (warning).
 
-    Two weights are equal, and so are their gradients: sample, mean, rms and both extremes agree to the last bit, in
+    Two weights are equal, and so are their gradients, and those of their modules' outputs: sample, mean, rms and both extremes agree to the last bit, in
     ``consecutive_steps`` = 5 measured steps in a row, from one of the ``first`` = 20 on. Both see the same and are
     asked the same, so that nothing will ever part them: a copy (``deepcopy``), or a seed that is set before each of
     them. It follows from the chain rule; the figures are ours.
 
     What else looks like it: nothing that we know. What to do: initialise each anew, with another seed.
 
-    False-positive guards: copies that see other things, as the layers of a stack do, get other gradients; biases,
+    False-positive guards: copies that see other things, as the layers of a stack do, get other gradients; where these
+    are averaged afterwards, as of replicas in one process, those of the outputs differ; biases,
     weights of one value, and those of fewer than ``values`` = 64 numbers are not judged; shared parameters are one.
     """
     weights, totals, streak = step.partner("param_grad", "param_sample"), step.totals, memory.streak()
+    outputs = step.partner("param_grad", "grad_output", "*")
     age = memory["age"] = memory.get("age", 0) + 1
     if age > first and not streak.goes_on:
         return None
@@ -174,7 +176,7 @@ def equal_modules(
     if np.count_nonzero(sizes[1:] == sizes[:-1]):
         for site, weight in zip(ids.tolist(), weights[ids].tolist(), strict=True):
             if totals.min[weight] < totals.max[weight] and not is_bias(step.sites[site].name):
-                both = [[site, weight]]
+                both = [[site, weight, *([int(outputs[site])] if outputs[site] >= 0 else [])]]
                 key = np.concatenate([getattr(totals, name)[both] for name in ("count", "mean", "rms", "min", "max")])
                 groups.setdefault(key.tobytes(), []).append(site)
         for group in groups.values():

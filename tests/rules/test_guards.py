@@ -376,6 +376,9 @@ def test_weights_that_are_equal_are_copies_only_where_their_gradients_are_equal_
     assert told(equal_modules, [both([one, one], [two, one])] * 6) == []
     assert told(equal_modules, [both([one, two], [two, two])] * 6) == []
     assert told(equal_modules, [both([torch.ones(8, 16)] * 2, [two, two])] * 6) == []
+    of_outputs = {("a", "grad_output"): one, ("b", "grad_output"): two}  # and averaged afterwards
+    assert told(equal_modules, [both([one, one], [two, two]) | of_outputs] * 6) == []
+    assert told(equal_modules, [both([one, one], [two, two]) | dict.fromkeys(of_outputs, one)] * 6) != []
 
 
 def test_updates_that_grow_as_in_a_warmup_or_shrink_with_the_gradients_are_not_too_small() -> None:
