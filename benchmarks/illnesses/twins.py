@@ -302,6 +302,12 @@ def a_tanh_before_targets_of_minus_one_and_one(setup: Setup) -> None:
     _squared(setup, lambda y: 2 * (y > 4).float() - 1, nn.Tanh())
 
 
+@ill("absent-class", on=("mlp", "cnn"))
+def labels_that_are_divided_and_cut_off(setup: Setup) -> None:
+    """As of masks that pass through a conversion of images to [0, 1] before they become integers."""
+    setup.damage = lambda step, x, y: (x, (y / 255).long())
+
+
 # The optimizer
 
 

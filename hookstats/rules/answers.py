@@ -358,7 +358,7 @@ def sorted_data(step: Step, memory: Memory, share: float = 0.7, batches: int = 1
 def absent_class(
     step: Step, memory: Memory, batches: int = 40, rows: float = 100.0, share: float = 0.25
 ) -> Ill | list[Ill] | None:
-    """A class that is never a target, so that the model learns never to answer it (a note).
+    """A class that is never a target, so that the model learns never to answer it (a note); all but one (warning).
 
     The gradient of a cross-entropy is below 0 at the class of a row and above 0 at all others, and adds up to 0 in each
     row. So a channel of the gradient of the last output that has been above 0 and never below is a class that no row
@@ -371,7 +371,7 @@ def absent_class(
     not stop), and whether labels count from 0.
 
     False-positive guards: where more than ``share`` = 0.25 of the classes are absent, the vocabulary is wider than the
-    data, and nothing is said; nor of fewer than 3 classes.
+    data, and nothing is said, unless one class is the target of all rows; nor of fewer than 3 classes.
     """
     found = answer(step)
     state = None if found is None or found[2] > 1 else step.state(found[1])
@@ -395,6 +395,14 @@ def absent_class(
         f"never to answer {it}. That is right for padding and reserved classes; else look at the data, at labels that "
         "do not count from 0, and at ignore_index, which must not be the end-of-text token."
     )
+    only = (
+        f"class {int(memory['had'].argmax())} of {{tensor}} has been the target of every row in {{steps}} measured "
+        "steps: there is nothing to tell apart. Print the labels as the loss gets them: a scaling, a cast to integers "
+        "or a comparison may have made them all alike."
+    )
     since, words = memory["since"], {"steps": str(memory["steps"])}
-    is_ill = 0 < len(absent) <= share * classes
-    return Ill(is_ill, text, len(absent), 0.0, "note", since=since, site=found[0], words=words)
+    is_one, is_ill = len(absent) == classes - 1, 0 < len(absent) <= share * classes
+    return [
+        Ill(is_ill, text, len(absent), 0.0, "note", since=since, site=found[0], words=words),
+        Ill(is_one, only, len(absent), 0.0, since=since, site=found[0], words=words, key="only"),
+    ]

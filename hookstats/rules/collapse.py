@@ -153,10 +153,10 @@ def equal_modules(
 ) -> Ill | None:
     """Modules that are one and the same: they began with the same weights, and learn the same (warning).
 
-    Two weights are equal, and so are their gradients, and those of their modules' outputs: sample, mean, rms and both extremes agree to the last bit, in
-    ``consecutive_steps`` = 5 measured steps in a row, from one of the ``first`` = 20 on. Both see the same and are
-    asked the same, so that nothing will ever part them: a copy (``deepcopy``), or a seed that is set before each of
-    them. It follows from the chain rule; the figures are ours.
+    Two weights are equal, and so are their gradients, and those of their modules' outputs: sample, mean, rms and both
+    extremes agree to the last bit, in ``consecutive_steps`` = 5 measured steps in a row, from one of the ``first`` = 20
+    on. Both see the same and are asked the same, so that nothing will ever part them: a copy (``deepcopy``), or a seed
+    that is set before each of them. It follows from the chain rule; the figures are ours.
 
     What else looks like it: nothing that we know. What to do: initialise each anew, with another seed.
 

@@ -132,6 +132,7 @@ NAMED = [
     ("answers_that_the_input_says_nothing_of", "mlp", "no-progress", "note", "after half of them, and stands"),
     ("pixels_that_are_scaled_in_place", "cnn", "input-shift", "note", "little by little, from"),
     ("activations_that_a_norm_hides", "resnet", "runaway-statistics", "warning", "1.norm1.running_mean runs away"),
+    ("labels_that_are_divided_and_cut_off", "cnn", "absent-class", "warning", "class 0 of the output of"),
     ("microbatches_each_of_which_is_zeroed", "mlp", "dropped-gradients", "note", "over the 8 forwards of a step"),
     ("an_optimizer_that_is_made_in_each_step", "gpt", "lost-moments", "note", "made anew in each step"),
 ]  # fmt: skip
