@@ -85,20 +85,6 @@ def test_gradients_are_reported_without_the_scale(scale: float, bins: Any) -> No
     np.testing.assert_allclose(snapshot["0", "output"].total.rms, output.square().mean().sqrt(), rtol=1e-5)
 
 
-def test_what_is_not_a_gradient_of_the_scaled_loss_keeps_its_values() -> None:
-    model = network()
-    scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
-    mon = hookstats.attach(model, tensors=("param_grad", "param"))
-    train(model, torch.optim.SGD(model.parameters(), lr=0.0), scaler)
-    snapshot = mon.step()
-    assert snapshot is not None
-    model(batch()).square().mean().backward()
-    for name, parameter in model.named_parameters():
-        for kind, value in (("param", parameter.detach()), ("param_grad", parameter.grad)):
-            assert value is not None
-            np.testing.assert_allclose(snapshot[name, kind].total.rms, value.square().mean().sqrt(), rtol=1e-5)
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_that_the_scaler_skips_is_marked(fused: bool) -> None:
     model = network()

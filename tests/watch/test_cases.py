@@ -5,22 +5,16 @@ What other files hold in depth is here once, small. Distributed: test_distribute
 
 from __future__ import annotations
 
-import copy
-import pickle
-import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hookstats
 from tests.conftest import check
-from tests.models import Containers
-from tests.plain import OF_OUTPUTS, Plain, check_against, hearing
+from tests.plain import Plain, check_against
 
 
 class Calls(nn.Module):
@@ -48,27 +42,6 @@ def run(model: nn.Module, x: torch.Tensor) -> None:
 
 
 # Passes through modules.
-
-
-def test_microbatches_merge_and_calls_says_how_often() -> None:
-    model = mlp()
-    mon, plain = hookstats.attach(model, tensors=OF_OUTPUTS), Plain(model)
-    for seed in range(3):
-        run(model, batch(seed))
-    check_against(plain, mon.snapshot())
-    assert {stats.calls for stats in mon.snapshot().values()} == {3}
-
-
-def test_a_module_called_twice_and_a_shared_module_merge_under_their_first_name() -> None:
-    shared = nn.Linear(6, 6)
-    model = nn.Sequential(shared, nn.Tanh(), shared)
-    mon = hookstats.attach(model, tensors=OF_OUTPUTS)
-    y = [batch()]
-    for module in model:
-        y.append(module(y[-1]))
-    y[-1].sum().backward()
-    assert {site.name for site in mon.snapshot()} == {"0", "1"}
-    check(mon.snapshot()["0", "output"], torch.cat([y[1], y[3]]).detach(), -1)
 
 
 def test_an_unused_output_has_fewer_gradients_than_outputs() -> None:
@@ -99,48 +72,6 @@ def test_autocast_is_measured_in_the_dtype_that_arrives() -> None:
     check_against(plain, mon.snapshot())
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_the_forward_alone_is_measured_and_training_may_follow(context: Any) -> None:
-    model = mlp()
-    with context():
-        mon = hookstats.attach(model, tensors=OF_OUTPUTS)
-        model(batch())
-    assert {site.tensor for site in mon.snapshot().order} == {"output"}
-    run(model, batch())
-    assert [mon.snapshot()["0", kind].calls for kind in ("output", "grad_output")] == [2, 1]
-
-
-def test_threads_that_run_one_model_are_all_counted() -> None:
-    model = mlp()
-    mon = hookstats.attach(model, tensors=OF_OUTPUTS)
-    threads = [threading.Thread(target=lambda: [run(model, batch()) for _ in range(20)]) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert {stats.calls for stats in mon.snapshot().values()} == {80}
-    assert mon.snapshot()["0", "output"].total.count == 80 * 5 * 8
-
-
-def test_threads_that_learn_a_width_at_the_same_time_lose_no_site() -> None:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    x = torch.randn(1 << 13, 4)  # so large that the kernel lets other threads run
-    try:
-        for _ in range(30):
-            model = nn.Sequential(nn.ReLU(), nn.Tanh())
-            mon = hookstats.attach(model, options=hookstats.Options(strict=True))
-            threads = [threading.Thread(target=lambda model=model: [model(x) for _ in range(5)]) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert mon.skipped == {}
-            assert [mon.snapshot()[name, "output"].calls for name in "01"] == [20, 20]
-    finally:
-        sys.setswitchinterval(before)
-
-
 # In place.
 
 
@@ -161,49 +92,7 @@ def test_an_output_that_is_overwritten_after_the_hook_was_measured_before_and_it
     check(mon.snapshot()["inner", "grad_output"], torch.full((5, 4), 3.0), -1)
 
 
-def test_a_module_that_is_itself_in_place_is_measured_by_its_output_and_its_input_before() -> None:
-    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True))
-    mon = hookstats.attach(model, tensors=("input", "output", "grad_output"))
-    run(model, batch())
-    before = model[0](batch()).detach()
-    check(mon.snapshot()["1", "input"], before, -1)
-    check(mon.snapshot()["1", "output"], before.relu(), -1)
-
-
 # Outputs and inputs.
-
-
-@pytest.mark.parametrize(
-    ("kind", "first"), [("tuple", ".0"), ("dict", ".logits"), ("dataclass", ".logits"), ("nested", ".0.a")]
-)
-def test_tensors_in_containers_are_sites_of_their_own(kind: str, first: str) -> None:
-    model = Containers(kind)
-    mon = hookstats.attach(model, modules=lambda name, _: name == "")
-    model(batch())
-    check(mon.snapshot()["", "output" + first], model.inner(batch()).detach() * 2, -1)
-
-
-def test_a_model_output_of_transformers_is_walked() -> None:
-    pytest.importorskip("transformers")
-    from transformers.modeling_outputs import BaseModelOutput
-
-    model = nn.Sequential(
-        nn.Linear(6, 4), Calls(lambda x: BaseModelOutput(last_hidden_state=x * 2, hidden_states=(x,)))
-    )
-    mon = hookstats.attach(model)
-    model(batch())
-    y = model[0](batch()).detach()
-    check(mon.snapshot()["1", "output.last_hidden_state"], 2 * y, -1)
-    check(mon.snapshot()["1", "output.hidden_states.0"], y, -1)
-
-
-def test_inputs_given_by_name_have_that_name() -> None:
-    model = Calls(lambda x, mask: x * mask)
-    mon = hookstats.attach(model, modules=lambda name, _: name == "", tensors="input")
-    mask = torch.rand(5, 6)
-    model(batch(), mask=mask)
-    check(mon.snapshot()["", "input.mask"], mask, -1)
-    check(mon.snapshot()["", "input.0"], batch(), -1)
 
 
 def test_an_output_is_passed_on_as_it_is() -> None:
@@ -228,51 +117,12 @@ def test_hooks_of_others_see_what_they_saw_before() -> None:
 # Dtypes, layouts, shapes.
 
 
-@pytest.mark.parametrize(
-    ("name", "make"),
-    [
-        ("integer", lambda x: x.argmax(-1)),
-        ("bool", lambda x: x > 0),
-        ("complex", lambda x: torch.complex(x, x)),
-        ("conjugate", lambda x: torch.complex(x, x).conj()),
-        ("sparse", lambda x: x.to_sparse()),
-        ("csr", lambda x: x.to_sparse_csr()),
-        ("nested", lambda x: torch.nested.nested_tensor([x, x[:2]])),
-        ("quantised", lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)),
-        ("mkldnn", lambda x: x.to_mkldnn()),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:.*(prototype|beta|Sparse CSR|deprecated|quantize)")
-def test_what_has_no_kernel_is_skipped_counted_and_told_once(name: str, make: Any) -> None:
-    model = Calls(lambda x: make(x.detach()))
-    mon = hookstats.attach(model)
-    with pytest.warns(UserWarning, match="not measured"):
-        model(batch())
-    with hearing() as told:
-        model(batch())
-    assert told == []
-    assert set(mon.skipped) == {("", "output"), ("", "grad_output")}
-
-
 def test_a_negated_view_is_measured_as_what_it_shows() -> None:
     x = torch.complex(batch(), batch(1)).conj().imag
     assert x.is_neg()
     mon = hookstats.attach(model := Calls(lambda _: x))
     model(batch())
     check(mon.snapshot()["", "output"], -batch(1), -1)
-
-
-def test_a_0_dim_tensor_is_one_channel() -> None:
-    mon = hookstats.attach(model := Calls(lambda x: x.sum()))
-    y = model(batch())
-    check(mon.snapshot()["", "output"], y.reshape(1, 1), -1)
-
-
-def test_an_empty_tensor_is_nothing() -> None:
-    mon = hookstats.attach(model := Calls(lambda x: x[:0]))
-    model(batch())
-    assert mon.snapshot()["", "output"].calls == 0
-    assert mon.skipped == {}
 
 
 @pytest.mark.parametrize(
@@ -291,20 +141,6 @@ def test_any_strides_are_read(make: Any) -> None:
 
 
 # Tensors without data of their own.
-
-
-def test_meta_and_fake_tensors_and_those_inside_functorch_pass_through() -> None:
-    model = mlp()
-    mon = hookstats.attach(model)
-    weights = dict(model.named_parameters())
-    torch.func.vmap(model)(batch())
-    torch.func.grad(lambda w: torch.func.functional_call(model, w, batch()).sum())(weights)
-    meta = {name: torch.empty_like(w, device="meta") for name, w in weights.items()}
-    torch.func.functional_call(model, meta, torch.empty(5, 6, device="meta"))
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        model(mode.from_tensor(batch()))
-    assert mon.snapshot().order == []
-    assert mon.skipped == {}
 
 
 class Wrapper(torch.Tensor):
@@ -357,22 +193,6 @@ def test_a_tapped_wrapper_is_measured() -> None:
 
 
 # Copies.
-
-
-def test_copies_and_state_dicts_are_unaffected_and_copies_not_measured() -> None:
-    model = mlp()
-    names = list(model.state_dict())
-    mon = hookstats.attach(model)
-    assert list(model.state_dict()) == names
-    assert list(model.buffers()) == []
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        run(twin, batch())
-    assert mon.snapshot().order == []
-
-
-def test_data_parallel_is_refused() -> None:
-    with pytest.raises(TypeError, match="DistributedDataParallel"):
-        hookstats.attach(nn.DataParallel(mlp()))
 
 
 # Modules whose hooks never run.

@@ -47,19 +47,25 @@ def test_whatever_fails_while_it_is_attached_leaves_no_hook_and_no_recording(
     assert len(hookstats.load(tmp_path / "run")) == 1
 
 
-def test_a_step_that_cannot_be_delivered_is_told_once_and_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [("skipping.Skipping.list_step", "could not be delivered"), ("drain.Pending.finish", "could not be read")],
+)
+def test_a_step_that_cannot_be_delivered_is_told_once_and_ends_no_training(
+    where: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*arguments: Any) -> Any:
         raise ValueError("no such number")
 
     model = nn.Linear(3, 3)
     for strict in (False, True):
         monitor = hookstats.attach(model, every=1, options=hookstats.Options(strict=strict))
-        monkeypatch.setattr("hookstats.watch.skipping.Skipping.list_step", broken)
+        monkeypatch.setattr(f"hookstats.watch.{where}", broken)
         with hearing() as told, pytest.raises(ValueError, match="no such number") if strict else nullcontext():
             for _ in range(2):
                 model(torch.ones(2, 3))
                 assert monitor.step() is None
-        assert [text for text in told if "could not be delivered: ValueError('no such number')" in text] == told
+        assert [text for text in told if f"{what}: ValueError('no such number')" in text] == told
         assert len(told) == 1 - strict
         monkeypatch.undo()
         model(torch.ones(2, 3))

@@ -18,7 +18,7 @@ from hookstats import Channels, ExponentBins, Options, Ranks, Site
 from hookstats.watch import arguments
 from tests.conftest import check
 from tests.models import THREE_KINDS, images, small_cnn
-from tests.plain import OF_OUTPUTS
+from tests.plain import OF_OUTPUTS, hearing
 
 
 # What is wrong is said at attach: what was expected, what arrived.
@@ -126,18 +126,23 @@ class Changing(nn.Module):
         (lambda x: x.argmax(-1), "expected a tensor of one of .*got torch.int64"),
         (lambda x: x.bool(), "got torch.bool"),
         (lambda x: torch.complex(x, x), "got torch.complex64"),
+        (lambda x: torch.complex(x, x).conj(), "got torch.complex64"),
+        (lambda x: x.detach().to_sparse_csr(), "got layout torch.sparse_csr"),
+        (lambda x: torch.nested.nested_tensor([x.detach(), x[:2].detach()]), "expected a"),
+        (lambda x: torch.quantize_per_tensor(x.detach(), 0.1, 0, torch.qint8), "got torch.qint8"),
+        (lambda x: x.detach().to_mkldnn(), "expected a"),
         (lambda x: x.detach().to_sparse(), "expected a dense strided tensor, got layout torch.sparse_coo"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*(prototype|beta|Sparse CSR|deprecated|quantize)")
 def test_what_cannot_be_measured_is_skipped_once_with_its_reason(output: Any, reason: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), Changing(output, output))
     mon = hookstats.attach(model, tensors=OF_OUTPUTS)
     with pytest.warns(UserWarning, match=f"not measured: 1 output and 1 grad_output: .*{reason}"):
         model(torch.randn(3, 4))
-    with warnings.catch_warnings(record=True) as again:
-        warnings.simplefilter("always")
+    with hearing() as again:
         model(torch.randn(3, 4))
-    assert not again
+    assert again == []
     assert len(mon.skipped) == 2
     assert mon.snapshot()["0", "output"].calls == 2
     assert re.search(f"\nnot measured: 1 output: .*{reason}.*\nnot measured: 1 grad_output: ", mon.snapshot().table())
@@ -168,31 +173,6 @@ def test_a_subclass_that_is_a_tensor_is_measured() -> None:
     check(mon.snapshot()["", "output"], x, -1)
 
 
-def test_an_internal_failure_in_a_gradient_does_not_stop_backward() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    mon = hookstats.attach(model)
-    model(torch.randn(3, 4))  # settles what a site is
-    mon.reset()
-    hook = next(iter(model[0]._forward_hooks.values()))
-    wrong = {"moments": torch.zeros(10, 3, dtype=torch.float64), "histogram": None}
-    hook.bind(hook.output, hook.gradient._replace(**wrong))  # broken on purpose
-    model(torch.randn(3, 4)).sum().backward()
-    assert model[0].weight.grad is not None
-    with pytest.warns(UserWarning, match="not measured: 0 grad_output: expected 3 channels"):
-        mon.step()
-    assert list(mon.skipped) == [("0", "grad_output")]
-    model(torch.randn(3, 4)).sum().backward()
-    assert mon.snapshot()["0", "output"].calls == 1
-
-    strict = hookstats.attach(model, options=hookstats.Options(strict=True))
-    model(torch.randn(3, 4))
-    hook = list(model[0]._forward_hooks.values())[-1]
-    hook.bind(hook.output, hook.gradient._replace(**wrong))
-    with pytest.raises(RuntimeError, match="expected 3 channels"):
-        model(torch.randn(3, 4)).sum().backward()
-    strict.detach()
-
-
 def test_an_internal_failure_in_a_forward_does_not_stop_it() -> None:
     model = nn.Linear(4, 4)
     mon = hookstats.attach(model)
@@ -203,25 +183,6 @@ def test_an_internal_failure_in_a_forward_does_not_stop_it() -> None:
     with pytest.warns(UserWarning, match="not measured.*expected 3 channels"):
         model(torch.randn(3, 4)).sum().backward()
     assert len(mon.skipped) == 2
-
-
-def test_a_width_that_changes_folds_to_one_channel() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), Changing(lambda x: x, lambda x: x[:, :3] + 1, lambda x: x + 2))
-    mon = hookstats.attach(model)
-    x = torch.randn(5, 4)
-    model(x).sum().backward()
-    with pytest.warns(UserWarning, match="1 output had 4 channels and now has 3"):
-        model(x).sum().backward()
-    model(x).sum().backward()
-    y = model[0](x).detach()
-    stats = mon.snapshot()["1", "output"]
-    check_total = torch.cat([y.reshape(-1), y[:, :3].reshape(-1) + 1, y.reshape(-1) + 2])
-    assert stats.channels is None
-    assert stats.calls == 3
-    assert stats.total.count == check_total.numel()
-    assert stats.total.mean == pytest.approx(check_total.double().mean().item(), rel=1e-6)
-    assert mon.snapshot()["1", "grad_output"].calls == 3
-    assert mon.skipped == {}
 
 
 @pytest.mark.filterwarnings("ignore:hookstats. per-channel state")
@@ -385,31 +346,6 @@ def test_other_python_threads_run_while_a_kernel_does() -> None:
     assert state.snapshot()["", "output"].calls == 1 + len(seen)
 
 
-def test_gradients_on_their_way_when_a_site_moves_are_counted() -> None:
-    # A ReLU that is shared by layers of several widths, as residual networks have it.
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 16)
-            self.relu = nn.ReLU()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.relu(self.b(self.relu(self.a(self.relu(x)))))
-
-    model = Net()
-    mon = hookstats.attach(model, "relu", every=1)
-    for calls in (3, 3):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model(torch.randn(5, 4, requires_grad=True)).sum().backward()
-        snapshot = mon.step()
-        assert snapshot is not None
-        for tensor in ("output", "grad_output"):
-            assert snapshot["relu", tensor].calls == calls
-            assert snapshot["relu", tensor].total.count == 5 * (4 + 4 + 16)
-            assert snapshot["relu", tensor].histogram.counts.sum() == 5 * 24  # type: ignore[union-attr]
-
-
 def test_a_width_that_the_type_does_not_tell_is_corrected_once_without_a_word() -> None:
     class Gated(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -432,23 +368,6 @@ def test_the_channel_rule_follows_the_tensor_not_the_first_one() -> None:
     flat, image = torch.randn(2, 8), torch.randn(2, 8, 5, 8) + torch.arange(8.0).view(8, 1, 1)
     y, z = model(flat), model(image)
     check(mon.snapshot()["", "output"], torch.cat([y, z.movedim(1, -1).reshape(-1, 8)]), -1)
-
-
-def test_the_memory_budget_bounds_containers_too() -> None:
-    class Fresh(nn.Module):
-        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            self.n = getattr(self, "n", 0) + 1
-            return {f"key{self.n}": x}
-
-    model = Fresh()
-    mon = hookstats.attach(model, options=hookstats.Options(memory_budget=100_000))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for _ in range(100):
-            model(torch.randn(3, 4))
-    assert mon.state_bytes <= 100_000
-    assert all("left of memory_budget=100000 bytes" in problem.reason for problem in mon.skipped.values())
-    assert len(mon.skipped) > 100
 
 
 def test_a_default_device_does_not_move_the_flags() -> None:

@@ -179,3 +179,10 @@ def test_gradients_that_fail_inside_backward_are_counted() -> None:
         assert snapshot is not None
         assert snapshot.skipped["0", "grad_output"].times == 2
         assert snapshot["0", "output"].calls == 2
+    mon.detach()
+    hookstats.attach(model, options=hookstats.Options(strict=True))
+    model(torch.randn(3, 4))
+    hook = next(iter(model[0]._forward_hooks.values()))
+    hook.bind(hook.output, hook.gradient._replace(**wrong))
+    with pytest.raises(RuntimeError, match="expected 3 channels"):
+        model(torch.randn(3, 4)).sum().backward()

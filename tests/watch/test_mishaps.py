@@ -12,20 +12,12 @@ from torch import nn
 
 import hookstats
 from hookstats import Site, _native
-from hookstats._warn import WarnOnce
 from hookstats.watch import binding, parameters
 from hookstats.watch.batches import find_part
 from hookstats.watch.skipping import Skipping
 from tests.plain import OF_OUTPUTS, hearing
 
 A, B = Site("a", "output"), Site("b", "output")
-
-
-def test_sites_to_give_up_may_come_as_a_generator() -> None:
-    skipping = Skipping(strict=False)
-    with hearing():
-        skipping.give_up((site for site in (A, B)), "broken")
-    assert {site: each.times for site, each in skipping.list_all().items()} == {A: None, B: None}
 
 
 def test_sites_are_given_up_under_the_lock_by_which_they_are_read() -> None:
@@ -88,14 +80,6 @@ def test_sinks_that_cannot_be_compared_are_each_told_of_once() -> None:
             model(torch.ones(2, 3))
             mon.step()
     assert len([text for text in told if "the sink" in text and "full" in text]) == 2
-
-
-def test_a_warning_comes_once_for_each_thing_it_is_about() -> None:
-    once = WarnOnce()
-    with hearing() as told:
-        for what in ("a", ("a", 1), "a", ("a", 1)):
-            once(what, str(what))
-    assert told == ["hookstats: a", "hookstats: ('a', 1)"]
 
 
 def test_failures_of_a_backward_are_told_by_the_monitor_whose_site_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,6 +152,9 @@ def test_what_is_no_scalar_is_refused_at_every_step_and_changes_nothing() -> Non
             mon.step(loss=torch.zeros(2))
         with pytest.raises(TypeError, match="norm: expected a number or one-element tensor, got None"):
             mon.step(norm=None)
+        for wrong in ("high", torch.zeros((), dtype=torch.complex64)):
+            with pytest.raises(TypeError, match="loss: expected a number or one-element tensor"):
+                mon.step(loss=wrong)
         with pytest.raises(TypeError, match=r"loss: expected a number or a tensor with data, got tensor.*meta"):
             mon.step(loss=torch.zeros((), device="meta"))
         with pytest.raises(TypeError, match=r"expected an int, the number of the step, got 1\.5"):
@@ -177,20 +180,6 @@ def test_an_every_that_fails_measures_nothing_and_says_so_once() -> None:
         hookstats.attach(net, every=broken, options=hookstats.Options(strict=True)).step()
 
 
-def test_a_step_that_cannot_be_read_is_lost_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = model()
-    mon = hookstats.attach(net, every=1)
-    run(net)
-    with monkeypatch.context() as patch:
-        patch.setattr(drain.Pending, "finish", lambda self: 1 / 0)
-        with pytest.warns(UserWarning, match=r"a step was measured, but could not be read: ZeroDivisionError"):
-            assert mon.step() is None
-    run(net)
-    snapshot = mon.step()
-    assert snapshot is not None
-    assert snapshot.step == 1
-
-
 def test_a_step_that_cannot_be_copied_is_lost_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     net = model()
     mon = hookstats.attach(net, every=1)
@@ -207,28 +196,6 @@ def test_a_step_that_cannot_be_copied_is_lost_and_training_goes_on(monkeypatch: 
     snapshot = mon.step()
     assert snapshot is not None
     assert snapshot["0", "output"].calls == 1
-
-
-def test_sinks_get_every_snapshot_once_and_may_fail() -> None:
-    net = model()
-    seen: list[Snapshot] = []
-
-    def broken(snapshot: Snapshot) -> None:
-        raise OSError("disk full")
-
-    mon = hookstats.attach(net, every=2, sinks=[broken, seen.append])
-    run(net)
-    with pytest.warns(UserWarning, match=r"sink.*failed: OSError.'disk full'"):
-        mon.step()
-    with hearing() as told:
-        for _ in range(3):
-            run(net)
-            mon.step()
-    assert told == []
-    assert [snapshot.step for snapshot in seen] == [0, 2]
-    strict = hookstats.attach(net, sinks=[broken], options=hookstats.Options(strict=True))
-    with pytest.raises(OSError, match="disk full"):
-        strict.step()
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -421,20 +388,6 @@ def test_a_gradient_that_arrives_after_its_step_lands_in_the_open_one() -> None:
     assert first["0", "grad_output"].calls == 0
     assert second["0", "output"].calls == 0
     assert second["0", "grad_output"].calls == 1
-
-
-def test_a_snapshot_is_not_changed_by_later_steps() -> None:
-    net = model()
-    mon = hookstats.attach(net, every=1)
-    run(net)
-    first = mon.step()
-    assert first is not None
-    held = first["0", "output"]
-    run(net, 1)
-    run(net, 2)
-    mon.step()
-    assert held.total.count == 18
-    assert held.calls == 1
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ from hookstats.records.ring import RingError
 from hookstats.rules import Finding
 from hookstats.rules.samples import add_samples
 from hookstats.rules.step import SiteIds, Step
-from tests.rules.test_judging import Recorder, model
+from tests.rules.test_judging import model
 from tests.watch.test_scalars import train
 
 
@@ -153,15 +153,6 @@ def test_ranks_that_are_merged_afterwards_need_not_all_have_sample_ids(tmp_path:
     assert run.sample_ids(1).tolist() == [1, 2]
     with pytest.raises(KeyError, match="expected a step with which sample_ids were given, got 0"):
         run.sample_ids(0)
-
-
-def test_steps_that_no_measured_one_follows_come_at_detach() -> None:
-    net, recorder = model(), Recorder()
-    monitor = hookstats.attach(net, every=5, sinks=[recorder])
-    train(monitor, net, range(7), lambda step: {"sample_ids": [step]})
-    monitor.detach()
-    assert [(each.scalars, lists(each.sample_ids)) for each in recorder.given] == [({}, {6: [6]})]
-    assert [lists(each.sample_ids) for each in recorder.taken] == [{0: [0]}, {step: [step] for step in range(1, 6)}]
 
 
 def test_of_what_waits_the_oldest_go() -> None:
@@ -309,28 +300,3 @@ def test_rules_about_channels_do_not_take_samples_for_some() -> None:
         assert bool(step.has_channels[site]) == is_channel
         assert (step.channels(site) is not None) == is_channel
         assert list(step.of_samples) == ([] if is_channel else [site])
-
-
-def test_ids_alone_come_back_with_the_snapshot_with_which_they_came(tmp_path: Path) -> None:
-    net = model()
-    monitor = hookstats.attach(net, every=4, sinks=hookstats.record(tmp_path / "run", rules=[]))
-    found = train(monitor, net, range(9), lambda step: {"sample_ids": [step]}) + monitor.detach()
-    assert all(got.equals(want) for got, want in zip(hookstats.load(tmp_path / "run"), found, strict=True))
-
-
-def test_rules_see_those_that_came_before_without_a_measured_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finding = "step.finding(f'seen in {step.number}', None, 1, 0, 'note', str(sorted(step.sample_ids)[:2]))"
-    source = f"def rule(step):\n    yield {finding}\n"
-    (tmp_path / "seen_ids.py").write_text(source)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    net = model()
-    recording = hookstats.record(tmp_path / "run", rules=["seen_ids:rule"])
-    monitor = hookstats.attach(net, every=lambda step: step == 5000, sinks=[recording])
-    for step in range(5001):
-        if step in (0, 5000):
-            net(torch.ones(3, 4)).sum().backward()
-        monitor.step(sample_ids=[step])
-    monitor.detach()
-    assert [finding.sentence for finding in hookstats.load(tmp_path / "run").findings] == ["[0]", "[1, 2]"]
