@@ -57,6 +57,11 @@ class Kept:
             if parameter.grad is not None:
                 self.seen[name, "param_grad"] = [local(parameter.grad)]
 
+    def updates(self) -> None:
+        """Keep what the optimizer has changed; call right behind its step."""
+        for name, parameter in self.model.named_parameters():
+            self.seen[name, "param_update"] = [local(parameter) - self.seen[name, "param"][0]]
+
     def gathered(self) -> list[Parts]:
         """Gather on all ranks what each has seen."""
         everybodys: list[Any] = [None] * dist.get_world_size()
@@ -174,5 +179,7 @@ def trained(monitor: Any, model: nn.Module, x: torch.Tensor, kept: Kept) -> None
     model(x).double().square().mean().backward()
     kept.parameters()
     optimizer.step()
+    if monitor is not None and any(site.tensor == "param_update" for site in monitor.sites):
+        kept.updates()
     if monitor is not None:
         monitor._parameters.measure()

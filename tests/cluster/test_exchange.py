@@ -61,21 +61,6 @@ def test_every_rank_gets_the_same_bits_in_each_run_whoever_comes_first(world: in
     assert texts == [[b"x" * (rank % 3) for rank in range(world)], [b"same"] * world]
 
 
-def does_not_come(rank: int, world: int) -> str:
-    ours = Exchange("test", range(world), 60.0 if rank else 0.2)
-    if rank:
-        default_store().wait(["given up"])
-        return ""
-    with pytest.raises((TimeoutError, RuntimeError)) as told:
-        summed(ours, np.ones(1))
-    default_store().set("given up", "")
-    return type(told.value).__name__
-
-
-def test_who_does_not_come_in_time_is_given_up() -> None:
-    assert run(does_not_come, 2)[0] in ("TimeoutError", "RuntimeError")
-
-
 def beside_other_groups(rank: int, world: int) -> Any:
     def summed_by(group: Any) -> float:
         x = torch.ones(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -129,48 +128,6 @@ def test_of_more_steps_than_may_wait_the_oldest_are_each_ranks_own_and_all_go_on
         assert 1 <= len(told) <= 2
 
 
-def pauses_at_random(rank: int, world: int) -> Any:
-    merging, chance = merging_of(world), np.random.default_rng(rank)
-    done = []
-    with hearing() as told:
-        for number in range(100):
-            time.sleep(chance.choice([0] * 30 + [0.05]))
-            done += submit(merging, [number])
-        done += merging.wait(60)
-        dist.barrier()
-        merging.close()
-    return ranks_of(done), told
-
-
-def test_ranks_that_are_not_in_lockstep_merge_every_step_and_mix_none() -> None:
-    assert run(pauses_at_random, 3) == [([ALL] * 100, [])] * 3
-
-
-def measures_otherwise(rank: int, world: int) -> Any:
-    found = []
-    cadences = {0: range(0, 50, 10), 1: range(0, 50, 20), 2: range(0, 50, 10)}
-    for order in (ALL, (1, 0, 2)):
-        merging = merging_of(world)
-        with hearing() as told:
-            done = train(merging, cadences[order[rank]])
-            dist.barrier()
-            done += merging.close()
-        found.append((order, list(zip((each.step for each in done), ranks_of(done), strict=True)), told))
-    return found
-
-
-def test_of_other_cadences_the_common_steps_are_merged_and_the_others_are_alone() -> None:
-    for rank, found in enumerate(run(measures_otherwise, 3)):
-        for order, done, told in found:
-            if order[rank] == 1:
-                assert done == [(0, ALL), (20, ALL), (40, ALL)]
-                assert told == []
-            else:
-                assert done == [(0, ALL), (10, (rank,)), (20, ALL), (30, (rank,)), (40, ALL)]
-                assert len(told) == 1
-                assert "another rank is at step 20 without step 10: measured alike (every=)" in told[0]
-
-
 def differs(rank: int, world: int) -> Any:
     """In what it has to merge, and in its grad_scale; then nothing is different."""
     merging, site = merging_of(world), Site("b", "output")
@@ -220,17 +177,6 @@ def alternates(rank: int, world: int) -> Any:
 
 def test_tables_cross_the_network_once_for_each_kind_of_step() -> None:
     assert run(alternates, 2) == [[(2, 12.0, 1)] + [(2, 12.0, 2)] * 8] * 2
-
-
-def numbers_go_back(rank: int, world: int) -> Any:
-    merging = merging_of(world)
-    done = train(merging, [0, 10, 20, 0, 10, 20])
-    merging.close()
-    return ranks_of(done)
-
-
-def test_steps_that_are_counted_from_the_beginning_again_are_merged_again() -> None:
-    assert run(numbers_go_back, 2) == [[(0, 1)] * 6] * 2
 
 
 def begins_anew(rank: int, world: int) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -34,6 +35,7 @@ from tests.cluster.parallel import (
     of_all_ranks,
     trained,
 )
+from tests.conftest import check
 from tests.plain import hearing
 
 
@@ -58,13 +60,13 @@ def ddp(rank: int, world: int) -> None:
 
 
 def fsdp(rank: int, world: int, attach_first: bool, dtype: torch.dtype) -> None:
-    model = mlp()
-    monitor = attached(model) if attach_first else None
+    model, tensors = mlp(), (*TENSORS, "param_update")
+    monitor = attached(model, tensors=tensors) if attach_first else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
     for each in (model[0], model[2], model):
         fully_shard(each, mesh=mesh, mp_policy=policy)
-    monitor = monitor or attached(model)
+    monitor = monitor or attached(model, tensors=tensors)
     kept = Kept(model, MLP)
     trained(monitor, model, batch(rank), kept)
     everybody = list(range(world))
@@ -401,10 +403,26 @@ def nothing_on_one_rank(rank: int, world: int) -> None:
     assert snapshot["1", "output"].channels.count.tolist() == [1] * 6
 
 
+class Gathers(nn.Module):
+    """Its output is still being gathered when the hook gets it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return funcol.all_gather_tensor(x, 0, dist.group.WORLD)
+
+
+def gathers(rank: int, world: int) -> None:
+    model = Gathers()
+    monitor = attached(model, tensors=["output"], process_group=None)
+    y = model(torch.full((3, 4), float(rank)))
+    assert type(y).__name__ == "AsyncCollectiveTensor"
+    check(monitor.snapshot()["", "output"], torch.tensor([[0.0] * 4] * 3 + [[1.0] * 4] * 3), -1)
+
+
 def whatever_changes(rank: int, world: int) -> None:
     changes(rank, world)
     nothing_on_one_rank(rank, world)
+    gathers(rank, world)
 
 
-def test_a_layout_of_placements_that_changes_is_seen_and_a_rank_that_has_nothing_is_no_exception() -> None:
+def test_placements_that_change_are_seen_and_a_rank_that_has_nothing_or_still_waits_is_no_exception() -> None:
     ranks.run(whatever_changes, 2, timeout=180)

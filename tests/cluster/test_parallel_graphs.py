@@ -8,59 +8,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 
 import hookstats
 from tests import ranks
 from tests.cluster.parallel import (
-    MLP,
     TENSORS,
-    Kept,
-    batch,
-    check_merged,
-    merged,
-    mlp,
-    trained,
 )
 from tests.plain import hearing
 
 COMPILES = True
-
-
-def compiled(rank: int, world: int) -> None:
-    """A graph sees DTensors, whose parts it measures as eager hooks do; also the gradients, placed as they come."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    plan = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
-    eager = mlp()
-    parallelize_module(eager, mesh, plan)
-    kept = Kept(eager, MLP)
-    trained(None, eager, batch(1), kept)
-    for attach_first in (True, False):
-        model = mlp()
-        settings: Any = {"tensors": TENSORS[:2], "every": 1}
-        monitor = hookstats.attach(model, **settings) if attach_first else None
-        parallelize_module(model, mesh, plan)
-        monitor = monitor or hookstats.attach(model, **settings)
-        with hearing() as told:
-            torch.compile(model, backend="aot_eager", fullgraph=True)(batch(1)).square().mean().backward()
-            snapshot, _ = merged(monitor, model)
-            assert any("P(sum)" in each.reason for each in monitor.skipped.values()) == attach_first
-        assert any("P(sum)" in each for each in told) == attach_first
-        parts = kept.gathered()
-        for name in "01":
-            for kind in ("output", "grad_output"):
-                check_merged(snapshot, (name, kind), parts, [[0, 1]])
-                assert snapshot[name, kind].calls == 1
-        if not attach_first:
-            check_merged(snapshot, ("2", "output"), parts, [[0]])
-
-
-def test_dtensors_inside_a_compiled_graph_are_measured_where_they_lie() -> None:
-    ranks.run(compiled, 2, timeout=180)
 
 
 class Scaled(nn.Module):

@@ -164,32 +164,6 @@ def test_attach_after_the_first_compiled_run_is_not_ignored(inner: bool) -> None
     assert {site.name for site in snapshot} >= {"blocks.0", "head"}
 
 
-def test_containers_and_unsupported_outputs_do_not_break_a_graph() -> None:
-    class Odd(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = torch.nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            y = self.inner(x)
-            return y, y.argmax(-1)
-
-    model = Odd()
-    mon = hookstats.attach(model, ["", "inner"], tensors=OF_OUTPUTS, every=1)
-    model(torch.randn(3, 4))[0].sum().backward()  # an eager pass tells what the container holds
-    mon.step()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    x = torch.randn(3, 4)
-    y, _ = compiled(x)
-    y.sum().backward()
-    snapshot = mon.step()
-    assert snapshot is not None
-    assert set(snapshot.order) == {
-        (n, t) for n, p in (("inner", ""), ("", ".0")) for t in ("output" + p, "grad_output" + p)
-    }
-    assert snapshot["", "output.0"].total.mean == pytest.approx(y.double().mean().item(), rel=1e-5)
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_an_output_of_a_graph_that_nobody_uses_does_not_break_backward(backend: str, without_gpp: None) -> None:
     class Block(torch.nn.Module):

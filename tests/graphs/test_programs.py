@@ -197,19 +197,6 @@ def test_many_blocks_compiled_apart_stay_under_the_recompile_limit_whatever_two_
     assert counter.frame_count == BARE_OF_BLOCKS + 1
 
 
-def test_after_a_measured_step_and_one_that_is_not_nothing_compiles_any_more() -> None:
-    model = Residual()
-    mon = hookstats.attach(model, every=4, tensors=OF_OUTPUTS)
-    run = torch.compile(model, backend="eager", fullgraph=True)
-    for _ in range(2):
-        train(run, mon)
-    with torch.compiler.set_stance("fail_on_recompile"):
-        for _ in range(10):
-            train(run, mon)
-            with mon.paused():
-                train(run)
-
-
 class Learned(nn.Module):
     """Widths that no type tells, and a container."""
 

@@ -88,7 +88,7 @@ MUTANTS = [
         "hookstats/cluster/merging.py",
         "            if moment < newest:",
         "            if moment < 0:",
-        "tests/cluster/test_merging.py -k cadences",
+        "tests/cluster/test_process_group.py -k only_one_rank",
     ),
     Mutant(
         "each kind of step has the tables exchanged again",

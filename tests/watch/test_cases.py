@@ -1,6 +1,6 @@
-"""Everything that models and training steps do, a test for each: what hookstats does with it.
+"""Cases of models and training steps that are no matter of another file, a test for each.
 
-What other files hold in depth is here once, small. Distributed: test_distributed.py. CUDA graphs: test_cuda_graphs.py.
+What other files hold in depth is there alone: containers and inputs, recomputation, threads, widths.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,7 +12,7 @@ from torch import nn
 import hookstats
 from hookstats import Site
 from tests.conftest import check
-from tests.models import THREE_KINDS, Containers, Residual, images, small_cnn
+from tests.models import images, small_cnn
 from tests.plain import hearing
 
 INPUTS = ("input", "grad_input")
@@ -131,25 +130,6 @@ def test_paused_and_in_other_steps_the_module_gets_its_own_tensor() -> None:
     assert seen.pop() is not x
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_inputs_in_a_compiled_model(backend: str) -> None:
-    torch.manual_seed(0)
-    few = nn.Sequential(nn.Linear(16, 8), nn.Tanh())  # kernels, each of which inductor compiles for a second
-    model = few if backend == "inductor" else Residual(depth=1)
-    x = torch.randn(4, 5, 16)
-    plain = hookstats.attach(model, tensors=INPUTS)
-    model(x).square().sum().backward()
-    expected = plain.snapshot()
-    plain.detach()
-    mon = hookstats.attach(model, tensors=INPUTS)
-    torch.compile(model, backend=backend, fullgraph=True)(x).square().sum().backward()
-    taken = mon.snapshot()
-    assert set(taken.order) == set(expected.order)
-    for site in expected.order:
-        assert taken[site].total.rms == pytest.approx(expected[site].total.rms, rel=1e-4)
-        assert taken[site].calls == 1
-
-
 class Attention(nn.Module):
     def __init__(self, monitors: list[Any]) -> None:
         super().__init__()
@@ -256,23 +236,6 @@ def test_what_needs_no_gradient_is_not_named() -> None:
     (said,) = [str(warning.message) for warning in told]
     assert "nothing came from detached grad_output:" in said
     assert ("head", "grad_output") in mon.snapshot().order
-
-
-@pytest.mark.parametrize("kind", ["tuple", "dict", "dataclass", "nested"])
-def test_a_model_that_is_compiled_before_it_ever_ran_shows_its_widths_and_containers(kind: str) -> None:
-    torch.manual_seed(0)
-    model, x = Containers(kind), torch.randn(3, 6)
-    plain = hookstats.attach(model, "*", tensors=THREE_KINDS)
-    model(x)
-    expected = plain.snapshot()
-    plain.detach()
-    mon = hookstats.attach(model, "*", tensors=THREE_KINDS)
-    torch.compile(model, backend="aot_eager", fullgraph=True)(x)
-    taken = mon.snapshot()
-    assert set(taken.order) == set(expected.order)
-    for site in expected.order:
-        assert taken[site].channels is not None
-        np.testing.assert_allclose(taken[site].channels.rms, expected[site].channels.rms, rtol=1e-6)
 
 
 class Custom(nn.Module):

@@ -117,6 +117,9 @@ def test_what_was_looked_at_meanwhile_counts_once() -> None:
     outputs.append(model(draw(2, 6)))
     check_total(mon.snapshot()["", "output"], outputs)
     sum(y.sum() for y in outputs).backward()  # type: ignore[union-attr]
+    outputs = [y.detach() for y in outputs]  # no other backward can come
+    for _ in range(2):
+        assert mon.snapshot()["", "grad_output"].calls == 3
     taken = mon.step()
     assert taken is not None
     check_total(taken["", "output"], outputs)
