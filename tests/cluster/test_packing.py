@@ -52,7 +52,6 @@ def check_histogram(stats: SiteStats, rows: torch.Tensor, bins: Bins | None) -> 
     if bins is None:
         assert stats.histogram is None
         return
-    assert stats.histogram is not None
     assert stats._histogram is not None
     values = rows.double().numpy()
     if isinstance(bins, LinearBins):

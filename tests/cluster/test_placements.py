@@ -60,7 +60,6 @@ def test_the_pieces_of_all_ranks_cover_a_sharded_weight_once(rows: int, shape: t
             cuts = cuts_of(axes, (_StridedShard(0, split_factor=shape[1]), Shard(0)), 0)
             assert cuts is not None
             span = part_of(rows, cuts, frozenset(range(4)))
-            assert span is not None
             held = list(range(span.offset, span.offset + span.size))
             assert span.whole == rows
             assert held == chunk(chunk(torch.arange(rows), tp, shape[1]), dp, shape[0]).tolist()

@@ -111,7 +111,6 @@ def test_a_layer_that_is_reduced_otherwise_is_named_with_the_factor(found: Found
 def test_a_layer_that_fewer_ranks_share_is_told_with_what_it_may_be(found: Found, kinds: Any) -> None:
     for finding in found[kinds, "one not shared"]:
         assert (finding.severity, finding.step) == ("critical", 1)
-        assert finding.site is not None
         assert finding.site.name.startswith("down")
         assert "fewer ranks share it, as experts" in finding.sentence
     assert found[kinds, "one not shared"]
@@ -119,7 +118,6 @@ def test_a_layer_that_fewer_ranks_share_is_told_with_what_it_may_be(found: Found
 
 def test_elements_tell_what_the_sums_of_channels_do_not(found: Found) -> None:
     (finding,) = found[SUMS + ELEMENTS, "turned"]
-    assert finding.site is not None
     assert (finding.site.name, finding.since) == ("down.weight", BREAKS)
     assert "sampled elements" in finding.sentence
     assert "is not the mean of what 3 ranks have brought" in finding.sentence

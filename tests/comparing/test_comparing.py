@@ -89,7 +89,6 @@ def test_equal_runs_are_silent(eager: list[Snapshot]) -> None:
 
 def test_one_op_in_one_layer_is_found_where_it_first_shows(eager: list[Snapshot]) -> None:
     found = compare(eager, train(change=approximate_gelu))
-    assert found.first is not None
     assert (found.first.step, found.first.site) == (0, Site("blocks.1.down", "output"))
     assert found.first.before == eager[0].order.index(found.first.site)
     assert str(found).startswith("part at step 0, blocks.1.down output: ")
@@ -109,7 +108,6 @@ def test_a_compiled_program_agrees_to_rounding(eager: list[Snapshot]) -> None:
 
 def test_a_compiled_program_with_one_other_op_does_not(eager: list[Snapshot]) -> None:
     found = compare(eager, train(steps=1, change=approximate_gelu, wrap=compile_twin))
-    assert found.first is not None
     assert (found.first.step, found.first.site) == (0, Site("blocks.1.down", "output"))
 
 
@@ -122,14 +120,12 @@ def test_samples_in_another_order_agree_to_rounding_over_many_steps() -> None:
 @pytest.mark.parametrize("amp", [False, True])
 def test_other_data_are_found_in_the_step_in_which_they_come(amp: bool) -> None:
     found = compare(train(6, amp=amp), train(6, amp=amp, batches=4))
-    assert found.first is not None
     assert (found.first.step, found.first.site) == (4, Site("blocks.0.norm", "output"))
 
 
 def test_bf16_is_found_at_its_first_site_and_named(eager: list[Snapshot]) -> None:
     low = train(amp=True)
     found = compare(eager, low)
-    assert found.first is not None
     assert (found.first.step, found.first.site) == (0, Site("blocks.0.up", "output"))  # norms are float32 in autocast
     assert found.first.dtypes == ("float32", "bfloat16")
     assert "a's values are float32, b's bfloat16" in str(found)
@@ -145,7 +141,6 @@ def test_two_bf16_programs_agree_to_the_rounding_of_bf16() -> None:
 
 def test_another_seed_parts_at_the_first_site_and_its_distance_is_told_over_steps(eager: list[Snapshot]) -> None:
     found = compare(eager, train(seed=1))
-    assert found.first is not None
     assert (found.first.step, found.first.site) == (0, Site("blocks.0.up", "output"))  # the norm's weights are ones
     assert "largest distance at step" in str(found)
     assert np.nanmax(found.distances) > 0.02
@@ -159,7 +154,6 @@ def test_one_channel_that_differs_is_named_where_the_total_does_not_tell() -> No
     a, b = (train(1, change=change) for change in (lambda model: None, shift))
     found = compare(a, b, dtype="tfloat32").first
     assert compare(a[0].compact(), b[0].compact(), dtype="tfloat32").first is None
-    assert found is not None
     assert (found.site, found.channel) == (Site("blocks.2.up", "output"), 5)
     assert "of channel 5 is" in str(found)
 
@@ -170,7 +164,6 @@ def test_values_that_are_not_finite_part_at_once(eager: list[Snapshot]) -> None:
             model.blocks[1].up.bias[0] = float("nan")
 
     first = compare(eager[:1], train(1, change=poison), dtype="float8_e5m2").first
-    assert first is not None
     assert (first.site, first.statistic, first.a, first.b) == (Site("blocks.1.up", "output"), "nonfinite", 0, 128)
     assert "0 values that are NaN or Inf in a, 128 in b" in str(first)
 
@@ -296,7 +289,6 @@ def test_the_first_site_is_named_whatever_differs_there() -> None:
     poisoned = x.clone()
     poisoned[0, 0] = float("inf")
     found = compare(make_snapshot(0, x, x, x), make_snapshot(0, x, 1.01 * x, poisoned)).first
-    assert found is not None
     assert (found.site.name, found.before) == ("1", 1)
 
 
@@ -324,7 +316,6 @@ def test_after_a_step_the_first_site_is_as_coarse_as_what_its_parameters_were_tr
     fine, coarse = torch.randn(64, 64), torch.randn(64, 64).bfloat16()
     apart = fine * (1 + 1e-4)
     now = compare([make_snapshot(0, fine, coarse)], [make_snapshot(0, apart, coarse)]).first
-    assert now is not None
     assert now.rounded_to == "float32"
     a, b = (
         [make_snapshot(0, fine, coarse), make_snapshot(1, fine, coarse)],

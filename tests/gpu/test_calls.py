@@ -336,7 +336,6 @@ def test_a_peer_that_does_not_measure_what_hookstats_does_is_refused(
     wrong: Callable[..., Any], error: type[Exception]
 ) -> None:
     ours = peers.Trainer(peers.TINY, "cpu", {"tensors": peers.OF_OUTPUTS})
-    assert ours.monitor is not None
     modules = {site.name for site in ours.monitor.sites}
     peers.Peer(peers.TINY, "cpu", modules, peers.nine_by_operators).check(ours)
     with pytest.raises(error, match=r"not close|expected count and not finite \["):

@@ -24,7 +24,6 @@ def test_values_that_are_not_finite_in_later_tiles_of_256_mb(dtype: torch.dtype,
     state = State(channels, histogram, "cuda")
     torch.ops.hookstats.accumulate(x, *state.tensors, None, 1)
     stats = state.stats()
-    assert stats.channels is not None
     wide = x.double()
     finite = wide.isfinite()
     masked = torch.where(finite, wide, 0.0)
@@ -38,5 +37,4 @@ def test_values_that_are_not_finite_in_later_tiles_of_256_mb(dtype: torch.dtype,
     torch.testing.assert_close(torch.tensor(stats.channels.mean), mean.cpu(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(torch.tensor(stats.channels.var), var.cpu(), rtol=1e-5, atol=0)
     if histogram != "none":
-        assert stats.histogram is not None
         assert int(stats.histogram.counts.sum()) == int(count.sum())

@@ -37,14 +37,12 @@ def test_statistics_of_each_head_are_those_of_a_float64_softmax(options: dict[st
     }
     for name, values in wanted.items():
         stats = snapshot["0.attention", f"attention.{name}"]
-        assert stats.channels is not None
         assert stats.total.count == values.numel()
         by_head = values.transpose(0, 1).flatten(1).numpy()
         assert abs(stats.channels.max - by_head.max(1)).max() < 1e-5
         assert abs(stats.channels.mean - by_head.mean(1)).max() < 1e-5
         assert abs(stats.channels.std - by_head.std(1, ddof=1)).max() < 1e-5
     bound = snapshot["0.attention", "attention.bound"]
-    assert bound.channels is not None
     assert (bound.channels.max >= logits.amax((0, 2, 3)).numpy() - 1e-6).all()
 
 
@@ -169,8 +167,6 @@ def test_graphs_measure_what_eager_mode_does(compiled: str, rows: int | None) ->
         assert [site.tensor for site in mine.order].count("attention.max_logit") == 3
         for site in other.order:
             assert mine[site].total.count == other[site].total.count, site
-            assert mine[site].channels is not None
-            assert other[site].channels is not None
             assert abs(mine[site].channels.mean - other[site].channels.mean).max() < 1e-5, site
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs <= (2 if compiled == "whole" else 3), graphs  # measured and bare; a block's first has its own
@@ -217,8 +213,6 @@ def test_multihead_attention_of_torch() -> None:
 
 
 def own(module: nn.MultiheadAttention) -> tuple[torch.Tensor, torch.Tensor]:
-    assert module.in_proj_weight is not None
-    assert module.in_proj_bias is not None
     return module.in_proj_weight.detach(), module.in_proj_bias.detach()
 
 
@@ -261,8 +255,6 @@ def test_attention_by_hand_is_as_that_of_a_function() -> None:
         found = monitor.snapshot()
         for kind in KINDS:
             mine, other = found["mine", kind], wanted["0.attention", kind]
-            assert mine.channels is not None
-            assert other.channels is not None
             assert (mine.channels.mean == other.channels.mean).all()
         with pytest.raises(TypeError, match="expected two tensors and a name, got list, Tensor and 'mine'"):
             monitor.attention([1], k, "mine")  # type: ignore[arg-type]
@@ -291,8 +283,6 @@ def test_attention_by_hand_in_a_graph() -> None:
         compiled(batch())
         second = monitor.step()
         model.monitor = None
-    assert first is not None
-    assert second is not None
     assert first["own", "attention.entropy"].total.mean == pytest.approx(second["own", "attention.entropy"].total.mean)
 
 
@@ -403,7 +393,6 @@ def test_what_fails_in_a_graph_is_told_once_and_training_goes_on(monkeypatch: py
             loss = compiled(batch()).square().mean()
         loss.backward()
         snapshot = monitor.step()
-    assert snapshot is not None
     assert snapshot["0.attention", "attention.max_logit"].total.count == 0
     assert snapshot["0.mlp", "output"].total.count == 2 * 20 * 32
 
@@ -440,8 +429,6 @@ def compare_with_one_rank(world: int, compiled: bool) -> None:
     assert len(found.order) == 4
     for site in found.order:
         mine, other = found[site].channels, wanted[site].channels
-        assert mine is not None
-        assert other is not None
         assert mine.count.tolist() == other.count.tolist() == [40] * 4
         assert abs(mine.mean - other.mean).max() < 1e-5
 

@@ -107,7 +107,6 @@ def test_heads_are_found_in_what_projections_give_and_take_and_in_their_weights(
     snapshot = train_heads(model, run)
     assert groups_in(snapshot) == GROUPS
     found = snapshot["0.k_proj.weight", "param_grad"].groups
-    assert found is not None
     gradient = model[0].k_proj.weight.grad.double().unflatten(0, (2, 8))
     assert found.rms == pytest.approx(gradient.square().mean((1, 2)).sqrt())
     assert found.count.tolist() == [8 * 32] * 2
@@ -147,9 +146,7 @@ def test_a_scaled_gradient_has_its_heads_without_the_scale() -> None:
         scaler.scale(model(torch.randn(2, 10, 32)).square().mean()).backward()
         scaled.show(scaler, model)
         snapshot = monitor.step()
-    assert snapshot is not None
     stats = snapshot["0.q_proj", "grad_output"]
-    assert stats.groups is not None
     assert stats.groups.abs_max.max() == stats.total.abs_max
     sites = snapshot.frame.sites
     place = sites.place[Site("0.q_proj", "grad_output")]

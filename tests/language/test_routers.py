@@ -88,7 +88,6 @@ def batch(tokens: int = TOKENS) -> torch.Tensor:
 
 def load_of(snapshot: Snapshot, name: str) -> list[float]:
     stats = snapshot[name, "router.load"]
-    assert stats.channels is not None
     tokens: list[float] = (stats.channels.mean * stats.channels.count).tolist()
     return tokens
 
@@ -160,8 +159,6 @@ def test_graphs_measure_what_eager_mode_does(kind: type[Any], name: str) -> None
             run(batch()).sum().backward()
             found.append(monitor.step())
     eager, graph = found
-    assert eager is not None
-    assert graph is not None
     for number in (0, 1):
         assert load_of(graph, f"{number}.{name}") == load_of(eager, f"{number}.{name}")
         for kind_of in ("router.entropy", "router.margin"):
@@ -306,7 +303,6 @@ def test_a_router_by_hand_is_measured_as_one_that_is_found(gives: str, compiled:
         snapshot = monitor.step()
         run(batch())
         assert monitor.step() is None
-    assert snapshot is not None
     of = model.logits.topk(2, -1).indices if gives == "logits" else model.chosen
     assert load_of(snapshot, "moe") == torch.bincount(of.flatten(), minlength=EXPERTS).tolist()
     sites = {site.tensor for site, stats in snapshot.items() if site.name == "moe" and stats.calls}
@@ -334,7 +330,6 @@ def test_a_router_by_hand_changes_no_bit_counts_recomputed_tokens_once_and_leave
         with monitor.ignore(ignored):
             torch.utils.checkpoint.checkpoint(model, x.requires_grad_(), use_reentrant=False).square().sum().backward()
         snapshot = monitor.step()
-    assert snapshot is not None
     assert torch.equal(model.gate.grad, bare.gate.grad)  # type: ignore[arg-type]
     left = model.chosen[~ignored]
     assert load_of(snapshot, "moe") == torch.bincount(left.flatten(), minlength=EXPERTS).tolist()

@@ -51,7 +51,6 @@ def test_loads_are_those_of_the_model_s_own_indices(model_type: str) -> None:
     assert chosen
     for name, indices in chosen.items():
         stats = snapshot[name, "router.load"].channels
-        assert stats is not None
         assert (stats.mean * stats.count).tolist() == torch.bincount(indices.flatten(), minlength=8).tolist()
 
 
@@ -70,7 +69,6 @@ def test_loads_are_the_sizes_of_jetmoe_s_experts() -> None:
     assert len(sizes) == 4
     for name, wanted in sizes.items():
         stats = snapshot[name, "router.load"].channels
-        assert stats is not None
         assert (stats.mean * stats.count).tolist() == wanted
 
 
@@ -101,7 +99,6 @@ def measure_attention(model: Any, run: Any) -> Snapshot:
         if mask is not None:
             logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
         stats = snapshot[site].channels
-        assert stats is not None
         assert abs(stats.max - logits.amax((0, 2, 3)).numpy()).max() < 1e-5
     assert run is not model or len(given) == len(sites) == 2
     return snapshot
@@ -122,7 +119,5 @@ def test_graphs_see_the_same_logits() -> None:
     assert sites
     for site in sites:
         mine, other = graph[site].channels, eager[site].channels
-        assert mine is not None
-        assert other is not None
         assert (mine.count == other.count).all()
         assert abs(mine.max - other.max).max() < 1e-5

@@ -47,7 +47,6 @@ def _problem(stats: hookstats.results.SiteStats, dims: set[int], shapes: list[to
     got = None if stats.channel_dim is None else stats.channel_dim % len(shapes[0])
     if got not in dims:
         return f"expected channels in dimension {dims} of {shapes}, got {stats.channel_dim}"
-    assert stats.channels is not None
     assert len(stats.channels.count) == shapes[0][got]
     return None
 

@@ -37,7 +37,6 @@ def batch(seed: int = 0) -> torch.Tensor:
 def blocks_of(snapshot: Snapshot, site: Site) -> Array:
     """The 576 counters."""
     raw = snapshot[site]._histogram
-    assert raw is not None
     return raw[512:]
 
 
@@ -102,7 +101,6 @@ def test_rows_that_are_ignored_are_in_no_block() -> None:
 
 def test_measure_counts_them_too() -> None:
     found = hookstats.measure(batch(), histogram=BINS["blocks of 32"]).blocks
-    assert found is not None
     assert found.distances.sum() + found.zeros == batch().numel()
     assert hookstats.measure(batch()).blocks is None
     assert hookstats.measure(batch(), histogram=ExponentBins(per_channel=True)).blocks is None
@@ -113,7 +111,6 @@ def test_a_snapshot_goes_through_json_with_its_blocks() -> None:
     again = Snapshot.from_dict(snapshot.to_dict())
     assert again.to_dict() == snapshot.to_dict()
     blocks = again[Site("0", "output")].blocks
-    assert blocks is not None
     assert (blocks.size, blocks.dim) == (16, 0)
     assert fit(again, "nvfp4") == fit(snapshot, "nvfp4") != []
 

@@ -46,9 +46,7 @@ def optimizer_of(model: Counting, *parameters: nn.Parameter) -> torch.optim.Opti
 
 
 def values_of(snapshot: Snapshot | None, name: str = "tokens_per_expert") -> list[float]:
-    assert snapshot is not None
     channels = snapshot[name, "buffer"].channels
-    assert channels is not None
     assert channels.count.tolist() == [1] * len(channels.count)
     values: list[float] = channels.mean.tolist()
     return values
@@ -132,7 +130,6 @@ def test_a_parameter_that_is_not_there_yet_takes_no_other_with_it() -> None:
         model[0](torch.randn(5, 4)).square().mean().backward()
         optimizer.step()
         snapshot = monitor.step()
-    assert snapshot is not None
     assert {site.name for site, stats in snapshot.items() if stats.calls} == {
         *(f"0.{key}" for key in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"))
     }
@@ -157,7 +154,6 @@ def test_a_buffer_that_is_replaced_is_read_where_it_is_now() -> None:
         assert values_of(monitor.step()) == [1, 2, 3, 4, 5]
         del model.tokens_per_expert
         snapshot = monitor.step()
-        assert snapshot is not None
         assert snapshot["tokens_per_expert", "buffer"].calls == 0
 
 
@@ -167,13 +163,11 @@ def test_channels_are_dimension_zero_and_a_scalar_has_a_total() -> None:
     with hookstats.attach(model, tensors=("output", "buffer"), every=1, options=STRICT) as monitor:
         model(torch.randn(4, 3, 8, 8))
         snapshot = monitor.step()
-    assert snapshot is not None
     assert values_of(snapshot, "1.running_mean") == pytest.approx(model[1].running_mean.tolist())
     assert values_of(snapshot, "1.running_var") == pytest.approx(model[1].running_var.tolist())
     assert snapshot["1.num_batches_tracked", "buffer"].total.mean == 1
     assert snapshot["1.num_batches_tracked", "buffer"].channels is None
     table = snapshot["table", "buffer"].channels
-    assert table is not None
     assert table.mean == pytest.approx(model.table.double().mean(1))
 
 
@@ -254,7 +248,6 @@ SAMPLED = ("inv_freq", "freqs_cis", "large", "small", "1.running_mean", "1.runni
 
 
 def of_samples(snapshot: Snapshot | None) -> dict[str, Any]:
-    assert snapshot is not None
     return {site.name: stats for site, stats in snapshot.items() if site.tensor == "buffer_sample" and stats.calls}
 
 

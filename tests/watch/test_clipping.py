@@ -65,7 +65,6 @@ def test_norm_and_gradients_are_torchs(dtype: torch.dtype, max_norm: float) -> N
 def test_what_is_not_finite_or_nothing_at_all_is_in_the_norm(value: float) -> None:
     def change(model: nn.Module) -> None:
         for parameter in model.parameters():
-            assert parameter.grad is not None
             if value == 0:
                 parameter.grad.zero_()
             else:

@@ -11,18 +11,12 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import hookstats
-from hookstats import Monitor, Site, Snapshot
+from hookstats import Site
 from tests.watch.parameters import check_site, grad_of, loss_of, residual
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: grad_of(p).clone() for name, p in model.named_parameters()}
-
-
-def closed(mon: Monitor) -> Snapshot:
-    snapshot = mon.step()
-    assert snapshot is not None
-    return snapshot
 
 
 def test_measured_before_clipping_they_have_the_norm_that_clip_grad_norm_returns() -> None:
@@ -39,7 +33,7 @@ def test_measured_before_clipping_they_have_the_norm_that_clip_grad_norm_returns
         norm = clip_grad_norm_(model.parameters(), 1.0)
         assert norm > 2
         optimizer.step()
-        snapshot = closed(mon)
+        snapshot = mon.step()
         assert snapshot.grad_norm == pytest.approx(norm.item(), rel=1e-6)
         for name, gradient in whole.items():
             assert snapshot[name, "param_grad"].calls == 1
@@ -58,7 +52,7 @@ def test_measured_before_clipping_for_several_optimizers() -> None:
     for optimizer in optimizers:
         optimizer.step()
         optimizer.step()
-    snapshot = closed(mon)
+    snapshot = mon.step()
     assert snapshot.grad_norm == pytest.approx(norm.item(), rel=1e-6)
     check_site(snapshot, "head.weight", "param_grad", whole["head.weight"])
     assert snapshot["head.weight", "param_grad"].calls == 1
@@ -75,7 +69,7 @@ def test_a_gradient_that_comes_after_measure_gradients_is_read_when_its_optimize
     model.head.requires_grad_(True)
     loss_of(model).backward()
     torch.optim.SGD(model.parameters(), lr=0.01).step()
-    snapshot = closed(mon)
+    snapshot = mon.step()
     check_site(snapshot, "head.weight", "param_grad", grad_of(model.head.weight))
     assert {stats.calls for stats in snapshot.values()} == {1}
 
@@ -95,7 +89,7 @@ def test_measured_before_clipping_with_a_scaler_behind_unscale(fused: bool) -> N
     twin = residual()
     loss_of(twin).backward()
     expected = torch.stack([grad_of(p).norm() for p in twin.parameters()]).norm()
-    snapshot = closed(mon)
+    snapshot = mon.step()
     assert snapshot.grad_norm == pytest.approx(norm.item(), rel=1e-6)
     assert snapshot.grad_norm == pytest.approx(expected.item(), rel=1e-4)
 
@@ -111,12 +105,12 @@ def test_measure_gradients_does_nothing_in_other_steps_paused_or_where_none_are_
         assert not mon.snapshot().order
     clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    assert closed(mon).grad_norm == pytest.approx(1.0, rel=1e-5)  # not measured before, so clipped
+    assert mon.step().grad_norm == pytest.approx(1.0, rel=1e-5)  # not measured before, so clipped
     mon.measure_gradients()  # of a step that is not due
     optimizer.step()
     assert mon.step() is None
     optimizer.step()  # and nothing of it is left in the one that is
-    assert {stats.calls for stats in closed(mon).values()} == {1}
+    assert {stats.calls for stats in mon.step().values()} == {1}
     without.measure_gradients()
     assert {site.tensor for site in without.snapshot().order} == {"output"}
 
@@ -150,7 +144,7 @@ def test_gradients_stand_in_the_order_of_their_optimizers() -> None:
             optimizers[parameter] = torch.optim.SGD([parameter], lr=0.1)
             parameter.register_post_accumulate_grad_hook(step)
     model(torch.randn(5, 4)).sum().backward()
-    order = closed(mon).order
+    order = mon.step().order
     places = [order.index((f"{i}.weight", "param_grad")) for i in (2, 1, 0)]
     assert places == sorted(places)
     assert order.index(("1.weight", "param_grad")) < order.index(("0", "grad_output"))
@@ -193,7 +187,7 @@ def test_first_nonfinite_names_gradients_one_step_before_outputs_show_it() -> No
         optimizer.zero_grad()
         (model(torch.ones(5, 4)).sum() * times).backward()
         optimizer.step()
-        found.append(closed(mon).first_nonfinite)
+        found.append(mon.step().first_nonfinite)
     assert found == [None, Site("2", "grad_output"), Site("0", "output")]
 
 
@@ -204,6 +198,6 @@ def test_first_nonfinite_is_a_gradient_of_parameters_where_that_alone_overflows(
     model(torch.ones(5, 4)).sum().backward()
     grad_of(model[2].weight)[1, 2] = -float("inf")
     optimizer.step()
-    snapshot = closed(mon)
+    snapshot = mon.step()
     assert snapshot.first_nonfinite == Site("2.weight", "param_grad")
     np.testing.assert_equal(snapshot.grad_norm, float("inf"))

@@ -62,7 +62,6 @@ def test_one_odd_tensor_is_left_out_and_the_site_goes_on(odd: Any) -> None:
             model(x)
             model(x)
         snapshot = mon.step()
-        assert snapshot is not None
         check(snapshot[OUTPUT], y, -1)
         assert snapshot[GRADIENT].calls == 1
         assert snapshot.skipped.keys() == {OUTPUT, GRADIENT}
@@ -106,7 +105,6 @@ def test_a_container_whose_module_returns_odd_tensors_too_keeps_its_parts() -> N
                 model[1].make = make
                 model(torch.randn(3, 4))
             snapshot = mon.step()
-        assert snapshot is not None
         assert snapshot["1", "output.0"].calls == snapshot["1", "output.1"].calls == 1
         assert snapshot.skipped[OUTPUT].times == 1
 
@@ -154,7 +152,6 @@ def test_a_parameter_whose_gradient_is_sparse_now_and_then_is_measured_when_it_i
         model(torch.tensor([1, 2])).sum().backward()
         with hearing():
             snapshot = mon.step()
-        assert snapshot is not None
         if model.sparse:
             assert snapshot.skipped[Site(*site)].times == 1
         else:
@@ -176,7 +173,6 @@ def test_gradients_that_fail_inside_backward_are_counted() -> None:
         with hearing() as told:
             snapshot = mon.step()
         assert len(told) == (step == 0)
-        assert snapshot is not None
         assert snapshot.skipped["0", "grad_output"].times == 2
         assert snapshot["0", "output"].calls == 2
     mon.detach()

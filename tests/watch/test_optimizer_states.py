@@ -68,7 +68,6 @@ def several_steps(model: nn.Module, optimizer: torch.optim.Optimizer, monitor: h
 
 def check(snapshot: Snapshot | None, model: nn.Module, optimizer: torch.optim.Optimizer, kept: set[str]) -> None:
     """Every state of a parameter's shape is there, as float64 has it."""
-    assert snapshot is not None
     found = {site for site in snapshot.order if site.tensor.startswith("optimizer.")}
     wanted = {
         Site(name, f"optimizer.{key}")
@@ -85,7 +84,6 @@ def check(snapshot: Snapshot | None, model: nn.Module, optimizer: torch.optim.Op
         assert abs(stats.total.mean - value.mean()) <= tolerance
         assert abs(stats.total.std - value.std()) <= tolerance
         assert stats.total.max == pytest.approx(value.max().item(), rel=1e-7)
-        assert stats.channels is not None
         assert abs(stats.channels.mean - value.reshape(len(value), -1).mean(1).numpy()).max() <= tolerance
 
 
@@ -204,7 +202,6 @@ def test_several_optimizers_and_a_closure() -> None:
         one.step(closure)
         other.step(closure)
         snapshot = monitor.step()
-    assert snapshot is not None
     names = [(site.name, site.tensor) for site in snapshot.order]
     assert sorted(names) == [
         *((f"0.{part}", f"optimizer.{key}") for part in ("bias", "weight") for key in ("exp_avg", "exp_avg_sq")),
@@ -248,6 +245,5 @@ def test_a_recorded_run_has_them(tmp_path: Path) -> None:
             kept.append(monitor.step())
     loaded = hookstats.load(tmp_path / "run")
     for number, snapshot in enumerate(kept):
-        assert snapshot is not None
         for site in snapshot.order:
             assert loaded[number][site].total.mean == pytest.approx(snapshot[site].total.mean, rel=1e-6)

@@ -27,7 +27,6 @@ def test_two_optimizers_each_bring_their_own() -> None:
     model.head.weight.grad.mul_(100)
     body.step()
     snapshot = mon.step()
-    assert snapshot is not None
     check_site(snapshot, "head.weight", "param_grad", gradient)
     assert {stats.calls for stats in snapshot.values()} == {1}
 
@@ -41,7 +40,6 @@ def test_an_optimizer_that_is_no_torch_optimizer_is_no_obstacle() -> None:
         for p in model.parameters():
             p -= 0.1 * p.grad
     snapshot = mon.step()
-    assert snapshot is not None
     check_site(snapshot, "head.weight", "param_grad", gradient)
     check_site(snapshot, "head.weight", "param", model.head.weight)
     stranger = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)
@@ -58,7 +56,6 @@ def test_gradients_that_overflowed_are_seen_though_the_optimizer_does_not_step_a
     scaler.step(optimizer)
     scaler.update()
     snapshot = mon.step()
-    assert snapshot is not None
     assert snapshot["head.weight", "param_grad"].total.nans > 0
     assert [snapshot["head.weight", kind].calls for kind in ("param_grad", "param_update")] == [1, 0]
     assert not np.isfinite(snapshot.grad_norm)
@@ -75,7 +72,6 @@ def test_gradients_are_seen_unscaled(fused: bool) -> None:
     snapshot = mon.step()
     twin = residual()
     loss_of(twin).backward()
-    assert snapshot is not None
     check_site(snapshot, "head.weight", "param_grad", grad_of(twin.head.weight))
 
 
@@ -101,7 +97,6 @@ def test_gradients_of_a_closure_are_those_that_it_computes() -> None:
                 else:
                     o.step(partial(closure, m, o, seed))
             taken = mon.step()
-            assert taken is not None
             check_site(taken, "head.weight", "param_grad", gradient)
             assert taken["head.weight", "param_update"].calls == 1
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
@@ -123,7 +118,6 @@ def test_an_optimizer_inside_another_one_counts_once() -> None:
     norm = clip_grad_norm_(model.parameters(), float("inf"))
     Outer(list(model.parameters()), lr=0.1).step()
     taken = mon.step()
-    assert taken is not None
     assert taken.grad_norm == pytest.approx(norm.item(), rel=1e-6)
     assert {stats.calls for stats in taken.values()} == {1}
 
@@ -149,7 +143,6 @@ def test_an_optimizer_step_that_raised_does_not_hide_the_next_one() -> None:
     optimizer.step()
     optimizer.zero_grad()
     taken = mon.step()
-    assert taken is not None
     assert taken["head.weight", "param_grad"].calls == 1
 
 
@@ -162,7 +155,6 @@ def test_the_norm_over_several_optimizer_steps_is_that_of_one() -> None:
     optimizer.step()
     optimizer.step()
     taken = mon.step()
-    assert taken is not None
     assert taken["head.weight", "param_grad"].calls == 2
     assert taken.grad_norm == pytest.approx(norm.item(), rel=1e-6)
 
@@ -188,7 +180,6 @@ def test_gradients_that_a_fused_optimizer_unscales_are_never_all_there_twice(mon
     optimizer.step()
     assert max(together) <= 2 * largest < sum(gradient.nbytes for gradient in gradients.values())
     snapshot = mon.step()
-    assert snapshot is not None
     for name, gradient in gradients.items():
         check_site(snapshot, name, "param_grad", gradient)
     assert {stats.calls for stats in snapshot.values()} == {1}
@@ -221,7 +212,6 @@ def test_an_update_whose_copy_does_not_fit_is_skipped() -> None:
     model[0](torch.randn(3, 4)).sum().backward()
     optimizer.step()
     taken = mon.step()
-    assert taken is not None
     assert taken["0.weight", "param_update"].calls == 1
     assert taken["0.weight", "param_update"].total.l2_norm > 0
 
@@ -235,6 +225,5 @@ def test_a_compiled_optimizer_is_measured_when_the_step_ends() -> None:
     gradient = grad_of(model.head.weight).clone()
     step()
     snapshot = mon.step()
-    assert snapshot is not None
     check_site(snapshot, "head.weight", "param_grad", gradient)
     assert snapshot["head.weight", "param_grad"].calls == 1

@@ -27,7 +27,6 @@ def measured(x: torch.Tensor, channel_dim: int, rows: int = 8, steps: int = WHOL
         for step in range(steps):
             model(x)
             snapshot = monitor.step()
-            assert snapshot is not None
             assert snapshot.rows == (1 if step < WHOLE else rows)
             found.append(snapshot["0", "output"])
     for whole in found[:WHOLE]:
@@ -95,7 +94,6 @@ def test_gradients_are_sampled_as_outputs_are_and_parameters_are_read_in_full() 
             model(x).square().mean().backward()
             optimizer.step()
             snapshot = monitor.step()
-    assert snapshot is not None
     phase = (WHOLE + 2) % 8
     for site in (("0", "output"), ("2", "output"), ("0", "grad_output"), ("2", "grad_output")):
         [seen] = plain.seen[site]
@@ -117,11 +115,8 @@ def test_blocks_are_made_of_neighbours(histogram: hookstats.ExponentBins) -> Non
         for _ in range(WHOLE + 1):
             model(x)
             snapshot = monitor.step()
-    assert snapshot is not None
     read = x if histogram.block_dim == 0 else x[WHOLE % 8 :: 8]
     blocks, wanted = snapshot["0", "output"].blocks, hookstats.measure(read, histogram=histogram).blocks
-    assert blocks is not None
-    assert wanted is not None
     assert (blocks.distances == wanted.distances).all()
 
 
@@ -138,7 +133,6 @@ def test_rows_are_sampled_of_those_that_are_not_ignored(compiled: bool) -> None:
         with monitor.ignore(padding):
             run(x).square().sum().backward()
         snapshot = monitor.step()
-        assert snapshot is not None
         for site in snapshot:
             left = seen[tuple(site)][~padding]
             check(snapshot[site], left if step < WHOLE else left[step % 8 :: 8], -1)
@@ -154,14 +148,12 @@ def test_fewer_rows_than_eight_that_count_are_read_whole() -> None:
             for _ in range(WHOLE + 8):
                 model(x)
                 snapshot = monitor.step()
-                assert snapshot is not None
                 check(snapshot["0", "output"], x[~padding], -1)
         padding[0, 10] = False
         with monitor.ignore(padding):
             for step in range(WHOLE + 8, WHOLE + 12):
                 model(x)
                 snapshot = monitor.step()
-                assert snapshot is not None
                 check(snapshot["0", "output"], x[~padding][step % 8 :: 8], -1)
 
 
@@ -176,7 +168,6 @@ def test_a_compiled_graph_reads_other_rows_in_each_step_and_is_not_compiled_agai
         for step in range(WHOLE + 5):
             run(x).square().sum().backward()
             snapshot = monitor.step()
-            assert snapshot is not None
             for site in snapshot:
                 each = seen[tuple(site)]
                 check(snapshot[site], each if step < WHOLE else each.flatten(0, 1)[step % 8 :: 8], -1)
@@ -197,7 +188,6 @@ def test_the_last_bit_of_what_is_trained_stays_and_without_the_option_all_is_rea
                 model(tokens(64, 16)).square().mean().backward()
                 optimizer.step()
                 snapshot = monitor.step()
-        assert snapshot is not None
         assert snapshot["0", "output"].total.count == 64 * 32 / (rows or 1)
         return [each.detach() for each in model.parameters()]
 
@@ -229,13 +219,11 @@ def test_after_a_finding_all_rows_are_read_for_ten_steps_and_the_finding_says_wh
         for _ in range(WHOLE + 5):
             model(tokens(64, 16))
             snapshot = monitor.step()
-            assert snapshot is not None
             rows.append(snapshot.rows)
         [finding] = monitor.check()
         for _ in range(WHOLE + 3):
             model(tokens(64, 16))
             snapshot = monitor.step()
-            assert snapshot is not None
             rows.append(snapshot.rows)
     assert "it may have begun earlier, in a row that was not" in finding.sentence
     first, after = rows[: WHOLE + 5], rows[WHOLE + 5 :]
@@ -251,7 +239,6 @@ def test_ten_steps_of_five_hundred_are_read_in_full_whatever_is_found() -> None:
         for _ in range(512):
             model(tokens(8, 16))
             snapshot = monitor.step()
-            assert snapshot is not None
             rows.append(snapshot.rows)
     assert rows == ([1] * 10 + [8] * 490) + [1] * 10 + [8] * 2
 
@@ -262,7 +249,6 @@ def test_a_snapshot_keeps_which_rows_were_read() -> None:
         for _ in range(WHOLE + 1):
             model(tokens(64, 16)).sum().backward()
             snapshot = monitor.step()
-    assert snapshot is not None
     again = hookstats.Snapshot.from_dict(snapshot.to_dict())
     assert again.equals(snapshot)
     assert again.rows == again["0", "output"].rows == snapshot["0", "output"].rows == 4

@@ -61,12 +61,6 @@ def step_of(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
     optimizer.step()
 
 
-def closed(mon: hookstats.Monitor) -> Snapshot:
-    snapshot = mon.step()
-    assert snapshot is not None
-    return snapshot
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
 def test_values_before_a_step_and_what_it_changes(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -77,7 +71,7 @@ def test_values_before_a_step_and_what_it_changes(dtype: torch.dtype) -> None:
     for _ in range(3):
         before = values_of(model)
         step_of(optimizer, model())
-        snapshot = closed(mon)
+        snapshot = mon.step()
         after = values_of(model)
         assert ("empty", "param_sample") not in snapshot
         for each in (before, after):
@@ -94,7 +88,7 @@ def test_they_are_measured_by_default_beside_the_others() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     before = values_of(model)
     step_of(optimizer, loss_of(model))
-    snapshot = closed(mon)
+    snapshot = mon.step()
     check_samples(snapshot, before, values_of(model))
     assert snapshot["head.weight", "param_grad"].histogram is not None
     assert snapshot["", "input"].total.count == 4 * 5 * 16
@@ -106,7 +100,7 @@ def test_updates_that_are_lost_to_rounding_count_as_zeros() -> None:
     mon = hookstats.attach(model, tensors=SAMPLES, every=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     step_of(optimizer, model(torch.ones(2, 50, dtype=torch.bfloat16)).sum())
-    total = closed(mon)["weight", "update_sample"].total
+    total = mon.step()["weight", "update_sample"].total
     assert total.zeros == total.count == 2000
 
 
@@ -131,7 +125,7 @@ def test_parameters_that_no_optimizer_steps_are_compared_with_the_last_measured_
     model = residual()
     mon = hookstats.attach(model, tensors=SAMPLES, every=2)
     seen = [values_of(model)]
-    first = closed(mon)
+    first = mon.step()
     assert first["head.weight", "param_sample"].calls == 1
     assert ("head.weight", "update_sample") not in first
     for step in range(1, 5):
@@ -156,7 +150,7 @@ def test_the_optimizer_of_another_model_changes_nothing() -> None:
     for seed in range(3):
         loss_of(model, seed).backward()
         optimizer.step()
-        snapshots.append(closed(mon))
+        snapshots.append(mon.step())
     for snapshot in snapshots[1:]:
         for site, stats in snapshot.items():
             assert site.tensor != "update_sample" or stats.total.zeros == stats.total.count > 0
@@ -205,7 +199,7 @@ def test_an_optimizer_that_raises_spoils_no_later_step() -> None:
             optimizer.step()
         except OSError:
             assert fails
-        check_samples(closed(mon), before, values_of(model))
+        check_samples(mon.step(), before, values_of(model))
 
 
 def test_a_closure_is_compared_from_its_beginning() -> None:
@@ -221,7 +215,7 @@ def test_a_closure_is_compared_from_its_beginning() -> None:
         return loss
 
     optimizer.step(closure)
-    check_samples(closed(mon), before, values_of(model))
+    check_samples(mon.step(), before, values_of(model))
 
 
 def test_two_optimizers_two_monitors() -> None:
@@ -234,7 +228,7 @@ def test_two_optimizers_two_monitors() -> None:
     for optimizer in optimizers:
         optimizer.step()
     for mon in mons:
-        check_samples(closed(mon), before, values_of(model))
+        check_samples(mon.step(), before, values_of(model))
 
 
 def test_a_scaler_that_skips_the_step_leaves_no_change() -> None:
@@ -247,7 +241,7 @@ def test_a_scaler_that_skips_the_step_leaves_no_change() -> None:
         scaler.scale(loss_of(model) * factor).backward()
         scaler.step(optimizer)
         scaler.update()
-        total = closed(mon)["head.weight", "update_sample"].total
+        total = mon.step()["head.weight", "update_sample"].total
         assert (total.zeros == total.count) == (factor != 1.0)
 
 
@@ -267,7 +261,7 @@ def test_parameters_may_be_replaced_frozen_and_made_wider() -> None:
         before = values_of(model[0])
         step_of(optimizer, model(torch.ones(1, 4, dtype=model[0].weight.dtype)).sum())
         check_samples(
-            closed(mon), {f"0.{k}": v for k, v in before.items()}, {f"0.{k}": v for k, v in values_of(model[0]).items()}
+            mon.step(), {f"0.{k}": v for k, v in before.items()}, {f"0.{k}": v for k, v in values_of(model[0]).items()}
         )
     assert not mon.skipped
 
@@ -277,7 +271,7 @@ def test_what_cannot_be_sampled_is_told_and_the_others_are() -> None:
     model["gaps"].data = torch.ones(8, 16)[:, ::2]
     mon = hookstats.attach(model, tensors=SAMPLES, every=1)
     with pytest.warns(UserWarning, match="side by side"):
-        snapshot = closed(mon)
+        snapshot = mon.step()
     assert snapshot["good", "param_sample"].total.count == 30
     assert "side by side" in snapshot.skipped[Site("gaps", "param_sample")].reason
 
@@ -290,7 +284,7 @@ def test_meta_and_lazy_parameters_do_no_harm() -> None:
     model = nn.LazyLinear(4)
     mon = hookstats.attach(model, tensors=SAMPLES, every=1)
     model(torch.ones(2, 3))
-    assert closed(mon)["weight", "param_sample"].total.count == 12
+    assert mon.step()["weight", "param_sample"].total.count == 12
 
 
 def test_samples_count_in_the_budget() -> None:
@@ -310,7 +304,7 @@ def test_sites_without_a_histogram_take_no_memory_for_one() -> None:
         mon = hookstats.attach(model, tensors=(*SAMPLES, "param_grad"), histogram=bins, every=1)
         assert hookstats.attach(model, tensors=SAMPLES, histogram=bins).state_bytes == none
         model(torch.ones(1, 8)).sum().backward()
-        snapshot = closed(mon)
+        snapshot = mon.step()
         assert snapshot["weight", "param_sample"].histogram is None
         assert snapshot["weight", "param_grad"].histogram is not None
 
@@ -332,7 +326,7 @@ def test_floating_inputs_of_the_model_alone() -> None:
     mon = hookstats.attach(model, tensors=("output", "model_input"), every=1)
     x = torch.randn(3, 6)
     model(x)
-    snapshot = closed(mon)
+    snapshot = mon.step()
     assert [site for site in snapshot if site.tensor.startswith("input")] == [Site("", "input")]
     assert snapshot.order[0] == Site("", "input")
     assert snapshot["", "input"].total.rms == pytest.approx(x.square().mean().sqrt().item())
@@ -357,7 +351,7 @@ def test_inputs_by_name_and_indices_make_no_site_and_no_complaint(compiled: str,
     else:
         model(torch.arange(12).view(2, 6))
         expected = set()
-    snapshot = closed(mon)
+    snapshot = mon.step()
     assert set(snapshot) == set(mon.sites) == expected
     assert not mon.skipped
     assert not snapshot.skipped
@@ -371,7 +365,7 @@ def test_compiled_models_are_not_compiled_again_for_them() -> None:
     called: Any = torch.compile(model, backend=counter, fullgraph=True)
     for seed in range(4):
         called(torch.randn(3, 6, generator=torch.Generator().manual_seed(seed))).sum().backward()
-        snapshot = closed(mon)
+        snapshot = mon.step()
         assert snapshot["", "input"].total.count == 18
     assert counter.frame_count == 1
 
@@ -380,7 +374,7 @@ def test_inputs_of_all_modules_are_not_measured_twice_at_the_root() -> None:
     model = Named()
     mon = hookstats.attach(model, "*", tensors=("input", "model_input"), every=1)
     model(torch.randn(2, 6))
-    assert closed(mon)["", "input"].calls == 1
+    assert mon.step()["", "input"].calls == 1
 
 
 def test_a_recording_keeps_them_as_they_were(tmp_path: Path) -> None:
@@ -412,4 +406,4 @@ def test_a_parameter_of_another_size_is_not_compared_with_the_one_before() -> No
             model.weight = nn.Parameter(torch.randn(100, 110))
         before = values_of(model)
         step_of(torch.optim.SGD(model.parameters(), lr=0.1), model(torch.ones(1, model.weight.shape[1])).sum())
-        check_samples(closed(mon), before, values_of(model))
+        check_samples(mon.step(), before, values_of(model))

@@ -234,12 +234,6 @@ def both(model: nn.Module, **how: Any) -> tuple[hookstats.Monitor, hookstats.Mon
     return hookstats.attach(model, channels=hookstats.Channels(every=3), **how), hookstats.attach(model, **how)
 
 
-def stepped(monitor: hookstats.Monitor, **scalars: Any) -> Snapshot:
-    snapshot = monitor.step(**scalars)
-    assert snapshot is not None
-    return snapshot
-
-
 def test_channels_leave_at_every_nth_measured_step_from_the_first_on_and_totals_at_each() -> None:
     net = network()
     tiers, full = both(net, every=2)
@@ -267,7 +261,7 @@ def test_at_whole_steps_everything_is_as_without_tiers() -> None:
     tiers, full = both(net, every=1, histogram=ExponentBins(per_channel=True))
     for seed in range(4):
         run(net, seed)
-        snapshot, wanted = stepped(tiers), stepped(full)
+        snapshot, wanted = tiers.step(), full.step()
         assert whole(snapshot) == (seed % 3 == 0)
         for site in snapshot if whole(snapshot) else ():
             a, b = snapshot[site], wanted[site]
@@ -304,7 +298,7 @@ def test_each_snapshot_covers_its_own_step_alone() -> None:
     for seed, count in enumerate((1, 3, 2, 2, 1)):
         for _ in range(count):
             run(net, seed)
-        snapshot = stepped(mon, tokens=seed)
+        snapshot = mon.step(tokens=seed)
         assert snapshot["2", "output"].calls == snapshot["2", "grad_output"].calls == count
         assert snapshot["2", "output"].total.count == count * 18
         assert snapshot.scalars == {"tokens": seed}
@@ -315,7 +309,7 @@ def test_whoever_waits_gets_everything() -> None:
     mon = hookstats.attach(net, tensors=OF_OUTPUTS, every=1, channels=hookstats.Channels(every=3))
     for seed in range(2):
         run(net, seed)
-        stepped(mon)
+        mon.step()
     run(net, 2)  # of which step() would send totals
     assert whole(mon.snapshot())
     assert whole(mon.snapshot())
@@ -344,8 +338,8 @@ def test_a_site_that_moves_loses_nothing_and_its_table_is_made_anew(monkeypatch:
                 run(net, seed, 5, 7)
             run(net, seed, 2, 9)
         held.sum().backward()  # to where its site was
-        snapshot = stepped(tiers)
-        same_totals(snapshot, stepped(full))
+        snapshot = tiers.step()
+        same_totals(snapshot, full.step())
         assert snapshot["0", "grad_output"].total.count == 24 + (seed == 4) * (35 + 18)
     assert made == [2] * 4  # at first, with what is folded, and as what was left is free, in two steps
 
@@ -353,11 +347,11 @@ def test_a_site_that_moves_loses_nothing_and_its_table_is_made_anew(monkeypatch:
 def test_what_is_left_behind_counts_in_the_same_step() -> None:
     net = nn.Sequential(nn.ReLU())
     mon = hookstats.attach(net, every=1, channels=hookstats.Channels(every=9), tensors="output")
-    stepped(mon)
+    mon.step()
     a, b = normal(6, 4) + 50, normal(5, 7)
     net(a)
     net(b)
-    snapshot = stepped(mon)
+    snapshot = mon.step()
     stats = snapshot["0", "output"]
     assert stats.calls == 2
     both_ = torch.cat([a.relu().reshape(-1), b.relu().reshape(-1)]).numpy()
@@ -372,7 +366,7 @@ def test_histograms_travel_with_channels(histogram: Any) -> None:
     mon = hookstats.attach(net, every=1, channels=hookstats.Channels(every=2), histogram=histogram)
     for step in range(4):
         run(net, step)
-        stats = stepped(mon)["0", "output"]
+        stats = mon.step()["0", "output"]
         assert (stats.channels is not None) == (step % 2 == 0)
         assert (stats.histogram is not None) == (step % 2 == 0 and histogram is not None)
         if stats.histogram is None:
@@ -393,7 +387,7 @@ def test_parameters_their_gradients_and_the_norm_of_these() -> None:
         run(model, seed, 4, 5, 16)
         norm = clip_grad_norm_(model.parameters(), float("inf"))
         optimizer.step()
-        snapshot, wanted = stepped(tiers), stepped(full)
+        snapshot, wanted = tiers.step(), full.step()
         same_totals(snapshot, wanted)
         assert snapshot.grad_norm == pytest.approx(norm.item(), rel=1e-5)
         assert snapshot.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-12)
@@ -405,7 +399,7 @@ def test_tables_and_flat_numbers_of_totals() -> None:
     tiers, full = both(net, every=1)
     for seed in range(2):
         run(net, seed)
-        snapshot, wanted = stepped(tiers), stepped(full)
+        snapshot, wanted = tiers.step(), full.step()
     assert not whole(snapshot)
     assert snapshot.flat("rms", "count") == pytest.approx(wanted.flat("rms", "count"), rel=1e-12)
     assert len(snapshot.flat()) == 6 * len(fields.STATISTICS)
@@ -424,7 +418,7 @@ def test_tapped_tensors_and_sites_that_did_not_fire() -> None:
             mon.tap(torch.ones(3, 5) * seed, "scores")
         with torch.no_grad():
             net[0](torch.ones(2, 4))
-        snapshot, wanted = stepped(tiers), stepped(full)
+        snapshot, wanted = tiers.step(), full.step()
         same_totals(snapshot, wanted)
         assert snapshot["2", "output"].calls == 0
         assert snapshot.order == [Site("scores", "output"), Site("0", "output")]
@@ -432,14 +426,14 @@ def test_tapped_tensors_and_sites_that_did_not_fire() -> None:
 
 def test_a_monitor_without_a_site_yet_has_nothing_to_send() -> None:
     mon = hookstats.attach(nn.Sequential(nn.ReLU()), every=1, channels=hookstats.Channels(every=2))
-    assert [stepped(mon).order for _ in range(2)] == [[], []]
+    assert [mon.step().order for _ in range(2)] == [[], []]
 
 
 def test_totals_that_cannot_be_taken_are_lost_and_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     net = network()
     mon = hookstats.attach(net, tensors=OF_OUTPUTS, every=1, channels=hookstats.Channels(every=2))
     run(net)
-    stepped(mon)
+    mon.step()
     run(net)
 
     def no_memory(*args: Any) -> None:
@@ -451,7 +445,7 @@ def test_totals_that_cannot_be_taken_are_lost_and_training_goes_on(monkeypatch: 
     monkeypatch.undo()
     for step in (2, 3, 4):
         run(net)
-        snapshot = stepped(mon)
+        snapshot = mon.step()
         assert snapshot.step == step
         assert snapshot["0", "output"].calls == 1
         assert whole(snapshot) == (step % 2 == 0)

@@ -61,8 +61,6 @@ def test_the_gradient_of_a_bias_is_channel_by_channel_the_sum_of_that_of_the_out
     (taken,) = train(model, hookstats.attach(model, tensors=KINDS, every=1))
     for name in ("0", "1", "3", "4", "5"):
         bias, terms = taken[f"{name}.bias", "param_grad"].channels, taken[name, "grad_output"].channels
-        assert bias is not None
-        assert terms is not None
         assert bias.count.tolist() == [1] * len(terms.count)
         tolerance = 1e-6 * terms.l1_norm.max()
         np.testing.assert_allclose(bias.mean, terms.mean * terms.count, rtol=1e-5, atol=tolerance)
@@ -90,7 +88,6 @@ def test_parameters_in_a_row_are_no_channels() -> None:
         taken = monitor.snapshot()
     many, most = taken["many", "param"], taken["most", "param"]
     assert (many.channels, many.total.count) == (None, MOST_ENTRIES + 1)
-    assert most.channels is not None
     assert most.channels.mean.tolist() == [1] * MOST_ENTRIES
 
 
@@ -113,8 +110,6 @@ def test_they_are_recorded_and_read_back(tmp_path: Path) -> None:
     for mine, theirs in zip(taken, load(tmp_path / "run"), strict=True):
         for name in ("1.weight", "3.bias"):
             wanted, found = mine[name, "param_grad"].channels, theirs[name, "param_grad"].channels
-            assert wanted is not None
-            assert found is not None
             assert found.mean.tolist() == wanted.mean.tolist()
 
 

@@ -56,11 +56,9 @@ def test_a_step_in_which_channels_are_found_in_another_dimension_has_its_totals(
     first, second = draw(4, 3, 3), draw(4, 3, 2)
     values = [model(x).detach() for x in (first, second)]
     snapshot = mon.step()
-    assert snapshot is not None
     check_total(snapshot["", "output"], values)
     model(second)
     snapshot = mon.step()
-    assert snapshot is not None
     assert snapshot["", "output"].channel_dim == 1
     check(snapshot["", "output"], values[1], 1)
 
@@ -75,14 +73,12 @@ def test_a_step_with_two_widths_has_their_totals_and_the_next_one_the_new_channe
     values = [y.detach() for y in outputs]
     del outputs  # or it waits for another backward
     taken = mon.step()
-    assert taken is not None
     check_total(taken["", "output"], values)
     check_total(taken["", "grad_output"], [2 * y for y in values])
     x = draw(4, 6)
     y = model(x)
     y.sum().backward()
     taken = mon.step()
-    assert taken is not None
     check(taken["", "output"], y.detach(), -1)
     check(taken["", "grad_output"], torch.ones(4, 6, dtype=torch.float64), -1)
 
@@ -94,18 +90,15 @@ def test_gradients_that_come_after_the_width_changed_count_in_the_step_in_which_
     assert mon.step() is not None
     z = model(draw(4, 6))
     taken = mon.step()
-    assert taken is not None
     assert taken["", "grad_output"].calls == 0
     (3 * y).sum().backward()
     z.sum().backward()
     taken = mon.step()
-    assert taken is not None
     check_total(taken["", "grad_output"], [torch.full((5, 3), 3.0).double(), torch.ones(4, 6).double()])
     del y, z
     assert mon.step() is not None
     model(draw(4, 6)).sum().backward()
     taken = mon.step()
-    assert taken is not None
     check(taken["", "grad_output"], torch.ones(4, 6, dtype=torch.float64), -1)
 
 
@@ -121,7 +114,6 @@ def test_what_was_looked_at_meanwhile_counts_once() -> None:
     for _ in range(2):
         assert mon.snapshot()["", "grad_output"].calls == 3
     taken = mon.step()
-    assert taken is not None
     check_total(taken["", "output"], outputs)
     check_total(taken["", "grad_output"], [torch.ones_like(y) for y in outputs])
 
@@ -134,7 +126,6 @@ def test_totals_alone_are_the_same() -> None:
     outputs = [model(draw(5, 3)), model(draw(4, 6))]
     sum(y.sum() for y in outputs).backward()  # type: ignore[union-attr]
     taken = mon.step()
-    assert taken is not None
     for site, tensors in (("output", outputs), ("grad_output", [torch.ones_like(y) for y in outputs])):
         stats = taken["", site]
         assert (stats.calls, stats.total.count) == (2, 39)
@@ -148,7 +139,6 @@ def test_a_site_that_comes_back_while_something_waits_keeps_totals() -> None:
         outputs = [model(draw(5, 3)), model(draw(4, 6)), model(draw(2, 3))]
         sum(y.sum() for y in outputs).backward()  # type: ignore[union-attr]
         taken = mon.step()
-        assert taken is not None
         check_total(taken["", "output"], outputs)
         check_total(taken["", "grad_output"], [torch.ones_like(y) for y in outputs])
 
@@ -163,7 +153,6 @@ def test_recomputed_forwards_of_two_widths_are_not_counted_twice(compiled: bool)
         outputs: list[Any] = [checkpoint(program, x, use_reentrant=False) for x in inputs]
         sum((2 * y).sum() for y in outputs).backward()
         taken = mon.step()
-        assert taken is not None
         assert (taken["", "output"].calls, taken["", "output"].total.count) == (2, 39)
         assert (taken["", "grad_output"].calls, taken["", "grad_output"].total.mean) == (2, 2)
 
@@ -183,7 +172,6 @@ def test_threads_that_meet_two_widths_lose_nothing() -> None:
         for thread in threads:
             thread.join()
         taken = mon.step()
-        assert taken is not None
         for kind in ("output", "grad_output"):
             assert (taken["", kind].calls, taken["", kind].total.count) == (150, 50 * 5 * 12)
 
