@@ -126,17 +126,6 @@ def test_an_optimizer_of_another_model_says_nothing_about_this_one() -> None:
     assert snapshot.overflowed is True
 
 
-def test_a_disabled_scaler_scales_nothing() -> None:
-    model = network()
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    mon = hookstats.attach(model)
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler)
-    snapshot = mon.step()
-    assert snapshot.grad_scale is None
-    wanted = gradients_without_a_scaler()["2", "grad_output"]
-    np.testing.assert_allclose(snapshot["2", "grad_output"].total.rms, wanted.square().mean().sqrt(), rtol=1e-5)
-
-
 def test_without_a_scaler_nothing_is_said_of_overflows() -> None:
     mon = hookstats.attach(network())
     assert mon.snapshot().overflowed is None

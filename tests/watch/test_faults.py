@@ -46,8 +46,6 @@ from tests.plain import OF_OUTPUTS, hearing
         ({"every": 0}, ValueError, "expected an int from 1, or a callable"),
         ({"every": "10"}, ValueError, "expected an int from 1, or a callable"),
         ({"histogram": 64}, TypeError, r"expected ExponentBins\(...\), LinearBins\(...\) or None, got 64"),
-        ({"sinks": [3]}, TypeError, "expected callables"),
-        ({"sinks": 3}, TypeError, "expected callables"),
         ({"modules": 5}, TypeError, "modules: expected globs, or a callable"),
         ({"modules": nn.Linear}, TypeError, "modules: expected globs, or a callable"),
         ({"tensors": 5}, TypeError, "tensors: expected some of output, .*; got 5"),

@@ -287,15 +287,6 @@ def test_pause_lasts_until_resume_and_nothing_else_ends_it() -> None:
     assert mon.snapshot()["0", "output"].calls == 1
 
 
-def test_a_step_inside_paused_does_not_end_the_pause() -> None:
-    net = model()
-    mon = hookstats.attach(net, every=1)
-    with mon.paused():
-        mon.step()
-        run(net)
-        assert mon.snapshot().order == []
-
-
 def test_reset_forgets_the_open_step() -> None:
     net = model()
     mon = hookstats.attach(net, tensors=OF_OUTPUTS)

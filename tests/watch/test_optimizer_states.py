@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -232,18 +231,3 @@ def test_a_step_that_is_not_measured_looks_at_no_state(monkeypatch: pytest.Monke
             step(model, optimizer)
             monitor.step()
     assert len(calls) == 4  # parameters
-
-
-def test_a_recorded_run_has_them(tmp_path: Path) -> None:
-    model = model_of()
-    optimizer = torch.optim.AdamW(model.parameters())
-    run = hookstats.record(tmp_path / "run")
-    kept = []
-    with hookstats.attach(model, tensors=("output", "optimizer"), every=1, sinks=run) as monitor:
-        for number in range(3):
-            step(model, optimizer, number)
-            kept.append(monitor.step())
-    loaded = hookstats.load(tmp_path / "run")
-    for number, snapshot in enumerate(kept):
-        for site in snapshot.order:
-            assert loaded[number][site].total.mean == pytest.approx(snapshot[site].total.mean, rel=1e-6)
