@@ -108,6 +108,15 @@ def only_monitors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def without_gpp() -> Iterator[None]:
+    """Inductor calls torch's kernels. What it writes itself is compiled by g++, a second for each kernel."""
+    import torch._inductor.config
+
+    with torch._inductor.config.patch(fallback_by_default=True):
+        yield
+
+
+@pytest.fixture
 def threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield

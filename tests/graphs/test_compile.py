@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,13 +24,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated.*:DeprecationWarnin
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> None:
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def without_gpp() -> Iterator[None]:
-    """Inductor calls torch's kernels. What it writes itself is compiled by g++, a second for each kernel."""
-    with torch._inductor.config.patch(fallback_by_default=True):
-        yield
 
 
 def batches(count: int = 4) -> torch.Tensor:

@@ -186,7 +186,7 @@ def test_a_recomputed_forward_is_masked_once(recompute: str) -> None:
 
 @pytest.mark.parametrize(("how", "backend"), [("whole", "aot_eager"), ("blocks", "eager"), ("blocks", "inductor")])
 def test_compiled_models_take_every_new_mask_without_compiling_anew(
-    how: str, backend: str, only_monitors: None
+    how: str, backend: str, only_monitors: None, without_gpp: None
 ) -> None:
     net: Any = model(2)
     if backend == "inductor":  # fewer kernels
