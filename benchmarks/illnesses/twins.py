@@ -304,7 +304,7 @@ def a_tanh_before_targets_of_minus_one_and_one(setup: Setup) -> None:
 
 @ill("absent-class", on=("mlp", "cnn"))
 def labels_that_are_divided_and_cut_off(setup: Setup) -> None:
-    """As of masks that pass through a conversion of images to [0, 1] before they become integers."""
+    """Images become numbers in [0, 1]; masks that pass through the same conversion are 0 as integers."""
     setup.damage = lambda step, x, y: (x, (y / 255).long())
 
 

@@ -103,7 +103,8 @@ class Delivery:
     def _send_early(self, step: int, scalars: Scalars) -> None:
         """Give scalars to the recorders, should the process be killed, if they are here already."""
         if scalars.names and not scalars.tensors:
-            given = Given({step: dict(zip(scalars.names, scalars.numbers, strict=True))}, {})
+            named = dict(zip(scalars.names, scalars.numbers, strict=False))  # without those of a scaler
+            given = Given({step: named}, {})
             self._present([(each, each.take_early, given) for each in self.recorders])
 
     def send_scalars(self) -> None:
