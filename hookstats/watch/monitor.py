@@ -81,7 +81,8 @@ class Monitor:
         self._declared = declared
         self._judging = Judging(delivery.recorders, delivery.sinks, binder.warn_once, binder.store.strict)
         self._stopwatch = Stopwatch(binder.store.flags, device)
-        self._budget = None if budget is None else Budget(budget, self._stopwatch, self._sampling, self._idle_us, agree)
+        idle = lambda: self.overhead().skipped_host  # noqa: E731
+        self._budget = None if budget is None else Budget(budget, self._stopwatch, self._sampling, idle, agree)
         self._closed = 0  # measured steps
         self._taps = Taps(binder, tap_channels)
         self._step = 0
@@ -117,9 +118,6 @@ class Monitor:
             choice = self._budget.choice
             every, rows = (math.nan, math.nan) if choice is None else (choice.every, float(choice.rows))
         return self._stopwatch.overhead(self._binder.idle_hook(), self._binder.hooks())._replace(every=every, rows=rows)
-
-    def _idle_us(self) -> float:
-        return self.overhead().skipped_host
 
     def step(self, step: int | None = None, *, sample_ids: Any = None, **scalars: Any) -> Snapshot | None:
         """Closes a training step. Call it after ``optimizer.step()``. Waits for nothing.

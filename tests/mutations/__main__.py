@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from tests.conftest import ROOT
-from tests.mutations import Mutant, csrc, laws, misplaced, rooms, tools
+from tests.mutations import Mutant, csrc, laws, misplaced, pages, rooms, tools
 
 COPY = ROOT / "build" / "mutations"
 SECONDS = 600  # after which tests that never end have caught their fault
@@ -22,7 +22,7 @@ inline const int hookstats_mutant = std::getenv("HOOKSTATS_MUTANT") ? std::atoi(
 
 
 def main(words: list[str]) -> int:
-    mutants = csrc.MUTANTS + rooms.MUTANTS + laws.MUTANTS + tools.MUTANTS
+    mutants = csrc.MUTANTS + rooms.MUTANTS + pages.MUTANTS + laws.MUTANTS + tools.MUTANTS
     chosen = [each for each in mutants if not words or any(word in each.name + each.file for word in words)]
     wrong = [line for each in chosen if (line := misplaced(each, ROOT))]
     assert not wrong, "\n".join(wrong)

@@ -7,15 +7,18 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
 
 import hookstats
 from hookstats.__main__ import main
+from hookstats.numbers.given import Given
 from hookstats.records.endings import Exits, ending_of, is_death
 from tests.conftest import ROOT
 from tests.ranks import outcomes
@@ -263,3 +266,39 @@ def test_ranks_that_are_killed_have_left_the_scalars_of_all_steps(tmp_path: Path
             assert {0, 5} <= merged <= {0, 5, 10, 15}
         else:
             assert (run.steps, merged) == ([0, 5, 10, 15], set())
+
+
+def test_scalars_that_come_before_their_step_are_there_once_whoever_dies(tmp_path: Path) -> None:
+    """A step of merged ranks comes late, and brings means, or it does not come."""
+    recording = hookstats.record(tmp_path / "run", rules=[])
+    recording.begin({"rank": 0})
+
+    def early(*steps: int) -> None:
+        for step in steps:
+            recording.take_early(Given({step: {"loss": float(step)}}, {}))
+
+    def late(step: int, *earlier: int) -> None:
+        means = {each: {"loss": each + 0.5} for each in earlier}
+        recording.take(replace(recorded.measured(step), scalars={"loss": step + 0.5}, earlier_scalars=means))
+
+    early(0, 1)
+    late(0)
+    early(2, 3)
+    recording.wait_until_written(60)  # 1, 2 and 3 are waited for, and in no table
+    early(4)
+    recorded.kill(*recorded.writers(tmp_path))
+    late(2, 1)
+    early(5, 6, 7)
+    late(5)  # that of 3 and 4 does not come any more
+    recording.wait_until_written(60)
+    recorded.kill(*recorded.writers(tmp_path))
+    late(6)
+    recording.close()
+    run = hookstats.load(tmp_path / "run")
+    assert dict(zip(*(each.tolist() for each in run.history("loss")), strict=True)) == {
+        0: 0.5, 1: 1.5, 2: 2.5, 3: 3.0, 4: 4.0, 5: 5.5, 6: 6.5, 7: 7.0
+    }  # fmt: skip
+    assert run[2].earlier_scalars == {1: {"loss": 1.5}}
+    table = pq.read_table(tmp_path / "run/rank=0/scalars")
+    assert sorted(table["step"].to_pylist()) == list(range(8))
+    assert not list((tmp_path / "run/rank=0/scalars").glob("a0001-*"))  # as if numbers had gone back

@@ -11,7 +11,6 @@ import sys
 import warnings
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,6 @@ from torch import nn
 
 import hookstats
 from hookstats import Snapshot
-from hookstats.numbers.given import Given
 from hookstats.records.recording import Recording
 from hookstats.records.ring import Ring
 from hookstats.records.writer import recover
@@ -93,42 +91,6 @@ def test_where_both_are_killed_recover_finds_what_was_taken(tmp_path: Path, mome
     holds(directory, recorded.taken(directory))
     assert rings(directory) == []
     assert recover(directory) == {"rank=0": []}
-
-
-def test_scalars_that_come_before_their_step_are_there_once_whoever_dies(tmp_path: Path) -> None:
-    """A step of merged ranks comes late, and brings means, or it does not come."""
-    recording = hookstats.record(tmp_path / "run", rules=[])
-    recording.begin({"rank": 0})
-
-    def early(*steps: int) -> None:
-        for step in steps:
-            recording.take_early(Given({step: {"loss": float(step)}}, {}))
-
-    def late(step: int, *earlier: int) -> None:
-        means = {each: {"loss": each + 0.5} for each in earlier}
-        recording.take(replace(recorded.measured(step), scalars={"loss": step + 0.5}, earlier_scalars=means))
-
-    early(0, 1)
-    late(0)
-    early(2, 3)
-    recording.wait_until_written(60)  # 1, 2 and 3 are waited for, and in no table
-    early(4)
-    recorded.kill(*recorded.writers(tmp_path))
-    late(2, 1)
-    early(5, 6, 7)
-    late(5)  # that of 3 and 4 does not come any more
-    recording.wait_until_written(60)
-    recorded.kill(*recorded.writers(tmp_path))
-    late(6)
-    recording.close()
-    run = hookstats.load(tmp_path / "run")
-    assert dict(zip(*(each.tolist() for each in run.history("loss")), strict=True)) == {
-        0: 0.5, 1: 1.5, 2: 2.5, 3: 3.0, 4: 4.0, 5: 5.5, 6: 6.5, 7: 7.0
-    }  # fmt: skip
-    assert run[2].earlier_scalars == {1: {"loss": 1.5}}
-    table = pq.read_table(tmp_path / "run/rank=0/scalars")
-    assert sorted(table["step"].to_pylist()) == list(range(8))
-    assert not list((tmp_path / "run/rank=0/scalars").glob("a0001-*"))  # as if numbers had gone back
 
 
 def test_a_run_that_goes_on_after_both_died_takes_up_what_was_left(tmp_path: Path) -> None:
