@@ -18,6 +18,7 @@ from hookstats.watch.binding import SiteBinder
 from hookstats.watch.flags import is_capturing
 from hookstats.watch.memory import Entry, SiteState, StateStore, accumulate, local_part
 
+PLAIN = (torch.nn.Parameter, torch.Tensor)  # types of which this process has the whole
 _MOST_BATCHED = 8  # times that a site is in a batch, on average: optimizers that are made anew do not pile up
 
 
@@ -52,8 +53,11 @@ class Parameter:
         Megatron-LM keeps there the copy in fp32 that its optimizer steps, and whose `grad` it sets. Where ranks share
         the optimizer's work (`main_param_sharded`), it is a flat part of the copy, or None: this rank has none of it.
         """
-        slot = self.slot()
-        tensor = None if slot is None else slot.get()
+        module = self.module()
+        if module is None:
+            return None
+        kept = module._buffers if self.is_buffer else module._parameters
+        tensor = kept[self.key] if self.key in kept else None  # a ScriptModule's have no `get`
         if tensor is None or self.is_buffer:
             return tensor
         stepped: torch.Tensor | None = getattr(tensor, "main_param", tensor)
@@ -216,7 +220,11 @@ def find_part(binder: SiteBinder, each: Parameter, kind: str, tensor: torch.Tens
     """
     if tensor is None:
         return None
-    entry, part = each.entries[kind], local_part(tensor)
+    entry = each.entries[kind]
+    if type(tensor) in PLAIN:
+        entry.sharding = None
+        return tensor
+    part = local_part(tensor)
     problem = explain_unreduced(tensor)
     if problem is not None:
         each.measured[kind] = True

@@ -40,7 +40,9 @@ class Layout:
         """devices: of each block, the number of its device."""
         self.sites = sites
         self._device = np.array(devices, np.int64)[sites.block]
-        self._counters = sites.begin + len(FIELDS) * sites.channels
+        counters = sites.begin + len(FIELDS) * sites.channels + np.arange(COUNTERS)[:, None]
+        held = [np.flatnonzero(sites.block == number) for number in range(len(devices))]
+        self._counters = [(here, counters[:, here]) for here in held]  # of each block: its sites, and where theirs lie
         # Measured together with others: what is of parameters.
         self.is_parameter = np.array([kind_of(site.tensor).is_replicated for site in sites], bool)
         kinds = {kind: number for number, kind in enumerate(dict.fromkeys(site.tensor for site in sites))}
@@ -75,9 +77,8 @@ class Layout:
     def _read_counters(self, blocks: Sequence[Counts]) -> Counts:
         """``[2, sites]``: calls, and when the first of them came."""
         found = np.zeros((COUNTERS, len(self.sites)), np.int64)
-        for number, block in enumerate(blocks):
-            here = np.flatnonzero(self.sites.block == number)
-            found[:, here] = block[self._counters[here] + np.arange(COUNTERS)[:, None]]
+        for block, (here, at) in zip(blocks, self._counters, strict=True):
+            found[:, here] = block[at]
         return found
 
     def _order(self, calls: Counts, first: Counts, readings: Counts) -> Counts:
@@ -86,7 +87,10 @@ class Layout:
         device, first = self._device[fired], first[fired]
         chosen = np.flatnonzero(self.is_parameter[fired])
         together = (readings[fired] * (self._kind.max(initial=0) + 1) + self._kind[fired]) * (device.max(initial=0) + 1)
-        _, leader, group = np.unique((together + device)[chosen], return_index=True, return_inverse=True)
-        first[chosen] = first[chosen][leader][group]
+        together = (together + device)[chosen]
+        by_group = np.argsort(together, kind="stable")
+        is_leader = np.diff(together[by_group], prepend=-1) != 0
+        leader = by_group[is_leader][np.cumsum(is_leader) - 1]
+        first[chosen[by_group]] = first[chosen[leader]]
         result: Counts = fired[np.lexsort((first, device))]
         return result

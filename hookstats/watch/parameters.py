@@ -40,6 +40,8 @@ from hookstats.watch.step_law import KIND as OUTSIDE
 from hookstats.watch.step_law import BetweenSteps
 
 _COUNTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_OF_CHANGES = ("update_sample", OUTSIDE, LAW)  # samples that are compared when an optimizer has stepped
+_OF_VALUES = frozenset(SAMPLES) - {OUTSIDE, LAW}  # samples that parameters have which no optimizer steps
 _UNSCALED_BYTES = 64 << 20  # of gradients without their scale, at a time
 
 
@@ -70,6 +72,8 @@ class Parameters:
         self._between = BetweenSteps() if OUTSIDE in kinds else None
         self._law = OptimizerLaw(store.flags.on) if LAW in kinds else None
         self.given_loss = GivenLoss(model)
+        # What an optimizer makes comes after its step, and what a backward makes comes with it.
+        self._standing = {kind for kind in kinds if not kind_of(kind).is_update and not kind_of(kind).is_local}
         self._has_samples = not set(kinds).isdisjoint(SAMPLES)
         self._unstepped: dict[Parameter, Sample] = {}  # while a step is closed
         self._readings = 0  # of the open step; counted on from a multiple of OF_OPTIMIZER
@@ -257,14 +261,13 @@ class Parameters:
         owners = [
             (each, kind)
             for each in (self._parameters.all if stepping is None else stepping)
-            for kind in each.entries
-            # What an optimizer makes comes after its step, and what a backward makes came with it.
-            if not kind_of(kind).is_update and not kind_of(kind).is_local and each.measures(kind)
+            for kind, entry in each.entries.items()
+            if kind in self._standing and not entry.given_up and self._is_wanted(each, kind, by_optimizer)
         ]
 
         def value(each: Parameter, kind: str) -> torch.Tensor | None:
             tensor = each.get()
-            if tensor is None or nn.parameter.is_lazy(tensor) or not self._is_wanted(each, kind, by_optimizer):
+            if tensor is None or nn.parameter.is_lazy(tensor):
                 return None
             if kind_of(kind).is_sample:
                 sample = samples.get(each)
@@ -406,9 +409,8 @@ class Parameters:
             each
             for each in self._parameters.all
             if any(
-                each.measures(kind) and self._is_wanted(each, kind, by_optimizer=False)
-                for kind in SAMPLES
-                if kind not in (OUTSIDE, LAW)
+                kind in _OF_VALUES and not entry.given_up and self._is_wanted(each, kind, by_optimizer=False)
+                for kind, entry in each.entries.items()
             )
         ]
         known = [each for each in others if each in self._samples.taken and not each.is_buffer]
@@ -428,8 +430,7 @@ class Parameters:
 
     def _measure_updates(self) -> None:
         sampled, self._stepping.sampled = self._stepping.sampled, []
-        kinds = ("update_sample", OUTSIDE, LAW)
-        updated = [each for each in sampled if any(map(each.measures, kinds))]
+        updated = [each for each in sampled if any(map(each.measures, _OF_CHANGES))]
         samples = self._samples.take(updated, changes=True)
         self._measure_changes(samples, by_optimizer=True)
         if self._between is not None:

@@ -11,7 +11,7 @@ import torch
 
 from hookstats import _native
 from hookstats.numbers import kinds
-from hookstats.watch.batches import Parameter, find_part
+from hookstats.watch.batches import PLAIN, Parameter, find_part
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.flags import is_capturing
 from hookstats.watch.memory import StateStore, local_part
@@ -20,7 +20,6 @@ from hookstats.watch.skipping import InsideCapture
 SIZE = 4096  # elements of a parameter, at most
 KINDS = tuple(kind.name for kind in kinds.KINDS.values() if kind.is_sample)
 OF_BUFFERS = "buffer_sample"
-_PLAIN = (torch.nn.Parameter, torch.Tensor)
 
 
 class Sample(NamedTuple):
@@ -102,7 +101,7 @@ class Samples:
         tensors: list[torch.Tensor] = []
         for each, sample in samples.items():
             tensor = each.get()
-            if tensor is None or type(tensor) not in _PLAIN:
+            if tensor is None or type(tensor) not in PLAIN:
                 return False
             tensor = values_of(each, tensor)
             if tensor.numel() != sample.numel:
@@ -167,7 +166,7 @@ def may_be_sampled(buffer: torch.Tensor) -> bool:
     if torch.nn.parameter.is_lazy(buffer):
         return True  # it will have values
     local = local_part(buffer)
-    if type(local) not in _PLAIN or local.layout != torch.strided or local.is_conj() or local.numel() == 0:
+    if type(local) not in PLAIN or local.layout != torch.strided or local.is_conj() or local.numel() == 0:
         return False
     as_in_memory = local.permute(sorted(range(local.dim()), key=local.stride, reverse=True))
     return (local.dtype in _native.DTYPES or local.is_complex()) and as_in_memory.is_contiguous()
