@@ -10,16 +10,21 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from benchmarks.bench_records import sites_of
 from hookstats.cluster.exchange import Exchange
 from hookstats.cluster.merging import Merging
 from hookstats.cluster.union import Tables
-from hookstats.numbers.fields import Bins, ExponentBins
+from hookstats.numbers.fields import Bins, ExponentBins, Site, histogram_shape
 from hookstats.numbers.frame import Sites, StepFrame
 from tests.ranks import run
 
 RANKS, SITES, ROUNDS = (4, 16), 1000, 30
 CASES: dict[str, Bins | None] = {"totals": None, "totals and the default histogram": ExponentBins()}
+
+
+def sites_of(bins: Bins | None) -> Sites:
+    names = [Site(f"layers.{n // 2}.mlp", "grad_output" if n % 2 else "output") for n in range(SITES)]
+    counters = [int(np.prod(histogram_shape(bins, 1)))] * SITES
+    return Sites.side_by_side(names, [False] * SITES, [None] * SITES, None, bins, [1] * SITES, counters)
 
 
 def step_of(sites: Sites, step: int) -> StepFrame:
@@ -38,7 +43,7 @@ def step_of(sites: Sites, step: int) -> StepFrame:
 
 
 def merges(rank: int, world: int, bins: Bins | None) -> dict[str, float]:
-    where = sites_of(SITES, 1, bins)
+    where = sites_of(bins)
     merging, moved, reduce = Merging(range(world), Tables(1 << 28, False), 600.0), [0], Exchange.reduce
 
     def counted(self: Any, arrays: Any, folds: Any) -> Any:

