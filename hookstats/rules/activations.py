@@ -74,12 +74,14 @@ def dead_channels(
     if dead.any():  # of outputs that follow each other, the first is named
         dead[outputs] &= ~np.append(False, dead[outputs][:-1])
     since = np.where(shares == 1, of_all.since, of_some.since)
-    of_dead = f"0 for more than {percent(1 - active)} of what they see. They get no gradient, and seldom come back: "
-    of_dead += "lower the learning rate, look at the bias before them, or use a LeakyReLU or GELU."
-    of_zeros = "all of its weights are 0. Nothing behind it can learn from it: look at how they are initialised."
+    of_dead = (
+        f"they are 0 for more than {percent(1 - active)} of their inputs. They get no gradient and rarely recover: "
+    )
+    of_dead += "lower the learning rate, check the bias before them, or use a LeakyReLU or GELU."
+    of_zeros = "all weights of the module are 0, so nothing after it can learn. Check how they are initialised."
     learns = has_fallen(memory, 0.5)
     if learns:
-        of_dead += " The loss has come down all the same."
+        of_dead += " The loss falls all the same."
     return Ill(
         dead, "{channels} of {tensor} are dead: {why}", shares, share,
         lambda site: "critical" if shares[site] == 1 else "note" if learns else "warning", since=since,
@@ -170,14 +172,14 @@ def saturated_channels(
                 initial[site] = _measure_saturation(step, site, initial_slope, True)
     ill = lasting.push(step.number, shares > share, judged, consecutive_steps)
     from_start = first.push(step.number, initial > share, judged, _INITIAL) & (first.lengths == verdicts) & ~ill
-    end = "they sit at the ends of the {kind}, and let less than {least:%} of the gradient through. Make what comes in "
-    end += "smaller: {smaller}, or a norm before it."
+    end = "they sit at the ends of the {kind} and pass less than {least:%} of the gradient. Make the input smaller: "
+    end += "{smaller}, or a norm before it."
     words = {
         "channels": lambda site: _channels((initial if from_start[site] else shares)[site]),
         "kind": np.where(negative, "tanh", "sigmoid"),
     }
-    lately = {**words, "least": slope, "smaller": "lower weights or learning rate"}
-    at_first = {**words, "least": initial_slope, "smaller": "lower initial weights"}
+    lately = {**words, "least": slope, "smaller": "smaller weights, a lower learning rate"}
+    at_first = {**words, "least": initial_slope, "smaller": "smaller initial weights"}
     begin = "{channels} of {tensor} "
     return [
         Ill(ill, f"{begin}are saturated: {end}", shares, share, since=lasting.since, words=lately),
@@ -259,12 +261,12 @@ def heavy_dropout(
             ill[site], rates[site], since[site] = 1 / 3 < chance < 3 and 0.1 * steps < off < 4 * steps, rate, began
     stands = has_fallen(memory) is False
     text = (
-        "{value:%} of the gradient of the output of {name} are 0, as many in each channel, but for chance: a dropout "
-        "after it leaves {left:%}{advice}."
+        "{value:%} of the gradient of the output of {name} is 0, evenly over its channels: a dropout after it keeps "
+        "only {left:%}{advice}."
     )
     last = -1 if found is None else found[1]
-    of_last = " of the model's answers. No dropout comes after the last layer"
-    usual = ". Its argument is the share that is left out, usually 0.1 to 0.5, and not the share that is kept"
+    of_last = " of the model's outputs. Remove the dropout after the last layer"
+    usual = ". Its argument is the share to drop, usually 0.1 to 0.5, not the share to keep"
     words = {
         "left": 1 - rates,
         "advice": lambda site: of_last if site == last else usual,

@@ -43,9 +43,9 @@ def wrong_backward(step: Step, memory: Memory, share: float = 0.1, consecutive_s
         module, argument = step.sites[site].name or "the model", step.sites[site].tensor.partition(".")[2]
         of = "its input" if argument == "input" else f"its parameter {argument}"
         return (
-            f"the backward of {module} is not that of its forward: the gradient of {of} is off by {number(off[site])} "
-            f"of its size since step {since}, against differences of its forward in float32. Look at that backward: at "
-            "a kernel of your own, a hook inside of the module, a detach."
+            f"the backward of {module} does not match its forward: the gradient of {of} is off by {number(off[site])} "
+            f"of its size since step {since}, compared with differences of its forward in float32. Check that "
+            "backward: a kernel of your own, a hook inside the module, a detach()."
         )
 
     def severity(site: int) -> str:

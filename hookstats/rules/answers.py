@@ -80,9 +80,9 @@ def probabilities_as_logits(step: Step, consecutive_steps: int = 10) -> Ill | No
             if not is_ill and not is_tanh and calls == 1:
                 is_ill, least = _is_of_two_sigmoids(step, gradient, loss), math.log(1 + math.exp(-1))
     text = (
-        "{tensor} lies in [{low}, {high}], as what a softmax, sigmoid or tanh gives does, and the loss is the "
-        "cross-entropy of this as if it were logits: it cannot come below {threshold}, and its gradient is small. "
-        "Leave out that activation: the loss has its own."
+        "{tensor} lies in [{low}, {high}], like the output of a softmax, sigmoid or tanh, and the cross-entropy takes "
+        "it as logits: the loss cannot fall below {threshold}, and its gradient is small. Remove that activation: the "
+        "loss applies its own."
     )
     words = {"low": -1.0 if low < 0 else 0.0, "high": 1.0}
     return Ill(is_ill, text, loss, least, steps=consecutive_steps, site=site, words=words)
@@ -134,17 +134,17 @@ def initial_loss(step: Step, memory: Memory, factor: float = 3.0) -> Ill | None:
     guessing, size = math.log(classes), float(step.totals.l1_norm[gradient])
     is_each = calls <= size <= 2.01 * calls and is_of_softmax(step, gradient)
     is_ill = is_each and loss > factor * guessing * (0.9 if calls > 1 else 1.0)
-    begin = "the first loss is {value}, and guessing among {classes} classes would cost {threshold}: "
+    begin = "the first loss is {value}, where guessing among {classes} classes would cost {threshold}: "
     if calls > 1:
         begin += (
-            "{calls} microbatches, each with a loss of its own, were added up, and so were their gradients. "
-            "Divide each loss by {calls}, or lower the learning rate as much."
+            "{calls} microbatches, each with a loss of its own, were added up, and so were their gradients. Divide "
+            "each loss by {calls}, or lower the learning rate by that factor."
         )
     else:
         begin += (
-            "the model is sure of wrong answers from the start; the deviation of {tensor} is {spread}. Of a model that "
-            "begins anew, make the initial weights smaller, above all those of the last layer; to a pretrained one "
-            "give labels, tokens and scaling as it had them."
+            "the model starts out sure of wrong answers; the deviation of {tensor} is {spread}. For a new model, make "
+            "the initial weights smaller, above all in the last layer; for a pretrained one, use the labels, tokens "
+            "and scaling that it was trained with."
         )
     words = {"classes": str(classes), "calls": str(calls), "spread": step.totals.std[site]}
     return Ill(is_ill, begin, loss, guessing, "note", site=site, words=words)
@@ -188,17 +188,14 @@ def no_progress(
     is_new, memory["was_ill"] = (never or stands) and not memory.get("was_ill", False), never or stands
     text = "the loss is {value} after {steps} steps, and began at {threshold}: "
     text += (
-        "nothing has been learned that it shows. "
+        "nothing has been learned that shows in it. "
         if never
         else (
-            "it was {before} after half of them, and stands. Such a loss is often that of how frequent each answer is, "
-            "which takes no input. "
+            "it was {before} after half of them, and has stopped falling. Such a loss is often that of predicting how "
+            "frequent each answer is, without the input. "
         )
     )
-    text += (
-        "If nothing else was found: train on a single batch until it is known by heart, and look at whether the labels "
-        "belong to their data."
-    )
+    text += "If nothing else was found, overfit a single batch, and check that the labels belong to their inputs."
     return Ill(is_new, text, now, first, "note", words={"steps": str(count), "before": before})
 
 
@@ -227,9 +224,10 @@ def impossible_loss(
     if not losses or len(last) < consecutive_steps or min(firsts) <= 0:
         return []
     below = (
-        "the loss has been below 0 for {steps} steps, now {value}, and began at {first}: no cross entropy and no "
-        "squared error can be. See that the targets of a binary cross entropy lie between 0 and 1, that a divergence "
-        "is given logarithms where it expects them, and what is subtracted; likelihoods of densities may be below 0."
+        "the loss has been below 0 for {steps} steps, now {value}, and began at {first}: a cross-entropy or a squared "
+        "error cannot be negative. Check that the targets of a binary cross-entropy lie between 0 and 1, that a "
+        "divergence gets logarithms where it expects them, and what is subtracted; likelihoods of densities may be "
+        "below 0."
     )
     words, now = {"steps": str(consecutive_steps), "first": middle(np.array(firsts))}, middle(np.array(last))
     found, guessing = [Ill(max(last) < 0, below, now, 0.0, "note", words=words)], math.inf
@@ -237,9 +235,9 @@ def impossible_loss(
         width = count_classes(step, known[0])
         guessing = math.log(width) if width > classes and is_of_softmax(step, known[1]) else math.inf
     soon = (
-        "the loss is {value} after {number} steps, where guessing among so many classes costs {threshold}: so soon the "
-        "answer is in what the model is given. Look for labels that are not shifted by one, a missing causal mask, a "
-        "target among the inputs, or one batch that comes again."
+        "the loss is {value} after {number} steps, where guessing among so many classes costs {threshold}: the answer "
+        "is probably in the input. Look for labels that are not shifted by one, a missing causal mask, a target among "
+        "the inputs, or one batch that is repeated."
     )
     is_soon = min(firsts) > guessing / 2 and now < share * guessing < math.inf
     return [*found, Ill(is_soon, soon, now, guessing, "note", words={"number": str(step.number + 1)})]
@@ -275,9 +273,9 @@ def broadcast_target(step: Step, consecutive_steps: int = 5, residual: float = 1
     square = factor / 2 * (float(totals.rms[gradient]) * count / factor) ** 2
     is_one = abs(ratio / factor - 1) < residual and loss > 1.01 * square
     text = (
-        "the gradient of {tensor} is that of a squared error against one number for all {count} rows, in each measured "
-        "step since step {since}, and the loss is not: (N, 1) was compared with (N), each answer with every target, "
-        "and the model can learn their mean alone. Give both the same shape: output.squeeze(-1), or target[:, None]."
+        "the gradient of {tensor} has been that of a squared error against one number for all {count} rows since step "
+        "{since}, although the loss is not: (N, 1) was broadcast against (N), and the model can learn only the mean "
+        "of the targets. Give both the same shape: output.squeeze(-1), or target[:, None]."
     )
     return Ill(is_one, text, ratio, residual, steps=consecutive_steps, site=site, words={"count": count})
 
@@ -308,9 +306,9 @@ def nll_of_logits(step: Step, consecutive_steps: int = 5) -> Ill | None:
         is_ill = chosen >= 8 and lowest < 0 and abs(float(totals.l1_norm[gradient]) / (-lowest * chosen) - 1) < 1e-5
         is_ill = is_ill and classes > 1 and chosen * classes <= count and bool(totals.max[site] > 0)
     text = (
-        "the loss takes one value of each row of {tensor} as it is, and these reach {value}: log-probabilities, which "
-        "nll_loss expects, are never above 0. So the loss falls without an end, and the other classes learn nothing. "
-        "Use cross_entropy, or give nll_loss the result of log_softmax."
+        "the loss reads one value of each row of {tensor} directly, and these reach {value}: log-probabilities, which "
+        "nll_loss expects, are never above 0. The loss falls without limit, and the other classes learn nothing. Use "
+        "cross_entropy, or give nll_loss the output of log_softmax."
     )
     return Ill(is_ill, text, float(totals.max[site]), 0.0, steps=consecutive_steps, site=site)
 
@@ -348,7 +346,7 @@ def sorted_data(step: Step, memory: Memory, share: float = 0.7, batches: int = 1
     text = (
         "{alone} of the last {batches} measured batches held a single class each, {classes} different ones since step "
         "{since}, as the gradient of {tensor} shows: the data are sorted by class. Shuffle them: "
-        "DataLoader(shuffle=True), or a buffer that holds more than a class."
+        "DataLoader(shuffle=True), or a buffer that holds more than one class."
     )
     words = {"alone": alone, "batches": batches, "classes": len(known)}
     return Ill(is_ill, text, alone / batches, share, since=memory.get("since"), site=found[0], words=words)
@@ -391,14 +389,14 @@ def absent_class(
     listed = ", ".join(map(str, absent[:5].tolist())) + (", ..." if len(absent) > 5 else "")
     what, have, it = ("class", "has", "it") if len(absent) == 1 else ("classes", "have", "them")
     text = (
-        f"{what} {listed} of {{tensor}} {have} been the target of no row in {{steps}} measured steps: the model learns "
-        f"never to answer {it}. That is right for padding and reserved classes; else look at the data, at labels that "
-        "do not count from 0, and at ignore_index, which must not be the end-of-text token."
+        f"{what} {listed} of {{tensor}} {have} not been the target of any row in {{steps}} measured steps: the model "
+        f"learns never to answer {it}. That is right for padding and reserved classes; otherwise check the data, "
+        "labels that do not count from 0, and ignore_index, which must not be the end-of-text token."
     )
     only = (
         f"class {int(memory['had'].argmax())} of {{tensor}} has been the target of every row in {{steps}} measured "
         "steps: there is nothing to tell apart. Print the labels as the loss gets them: a scaling, a cast to integers "
-        "or a comparison may have made them all alike."
+        "or a comparison may have made them all equal."
     )
     since, words = memory["since"], {"steps": str(memory["steps"])}
     is_one, is_ill = len(absent) == classes - 1, 0 < len(absent) <= share * classes

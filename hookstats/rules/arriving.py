@@ -63,15 +63,15 @@ def missing_gradients(step: Step, memory: Memory, steps: int = 20) -> list[Ill] 
     behind = [name for name, place in ran.items() if place > ran[last]]
     zero = [site for site in sites if step.calls[site]]
     text = (
-        "{missing}: {what}, in all {length} measured steps, so that nothing there learns. The way back from the loss "
-        "ends {cut}: {why}."
+        "{missing}: {what} in all {length} measured steps, so nothing there learns. The path back from the loss ends "
+        "{cut}: {why}."
     )
     words = {
         "missing": step.names_of(sites[::-1]),
         "what": "only a gradient that is 0" if zero else "no gradient",
         "length": str(streak.lengths[first]),
         "cut": f"between {last or 'the model'} and {behind[0]}" if behind else f"after {last or 'the model'}",
-        "why": "weights that are all 0, units that are dead or saturated, or a factor of 0 let nothing through"
+        "why": "weights that are all 0, units that are dead or saturated, or a factor of 0 pass no gradient"
         if zero
         else "look for detach(), no_grad, .item() or an integer there, or an output that the loss does not use",
     }
@@ -88,8 +88,8 @@ def _say_idle(step: Step, rests: Mask, idle: Streak) -> Ill:
     more = f" and {times(len(modules) - 3, 'other')}" if len(modules) > 3 else ""
     text = (
         f"{', '.join(modules[:3])}{more}: no forward has called {'it' if len(modules) == 1 else 'them'} since step "
-        "{since}, and the parameters there get no gradient. Call what is meant to be used, under this very name; leave "
-        "out of the model what is not."
+        f"{{since}}, and the parameters there get no gradient. Call a module that is meant to be used under this very "
+        "name; remove what is not used from the model."
     )
     since = int(idle.since[sites[0]])
     return Ill(True, text, len(modules), 0.0, "note", since=since, site=sites[0], sites=sites)
@@ -145,9 +145,10 @@ def no_gradients(step: Step, memory: Memory, steps: int = 30) -> Ill | None:
     if came or not weights.any():
         return None
     text = (
-        "no gradient has reached the model in any measured step since step {since}, though it runs and has losses: "
-        "what backward() is called on does not come from the outputs. Look for detach(), .item(), numpy(), argmax or "
-        "no_grad on the way to the loss, and for a loss that is made anew by torch.tensor(..., requires_grad=True)."
+        "no gradient has reached the model in any measured step since step {since}, although it runs and has losses: "
+        "backward() is called on something that does not depend on the outputs. Look for detach(), .item(), numpy(), "
+        "argmax or no_grad between the outputs and the loss, and for a loss that is made anew by torch.tensor(..., "
+        "requires_grad=True)."
     )
     streak = memory.streak("waits")
     waits = bool(streak.push(step.number, np.array([bool(step.read_scalar("loss"))]), steps=5)[0])
@@ -218,8 +219,8 @@ def growing_gradients(
         size, fresh = float(now[chosen] @ now[chosen]), fresh[chosen]
     text = (
         f"the gradients {'of {names} ' if sites else ''}are added to those of the steps before, and are {{value}} "
-        "times those of this step alone: nobody zeroes them. Call optimizer.zero_grad() once in each step, before "
-        "backward, of the optimizer that has these parameters."
+        "times those of this step alone: nothing zeroes them. Call optimizer.zero_grad() once per step, before "
+        "backward, on the optimizer that has these parameters."
     )
     grown, first = float(np.sqrt(size / max(fresh @ fresh, 1e-300))), sites[0] if sites else int(gradients[0])
     return Ill(True, text, grown, 1.0, since=since, site=first, sites=sites)
@@ -268,14 +269,14 @@ def clipped_gradients(
     is_equal = before > 0 and abs(norm / before - 1) < equal and size != memory.get("size", size)
     memory["norm"], memory["size"] = norm, size
     text = (
-        "the norm of the gradients has been {value} in each measured step since step {since}: they are clipped in all "
-        "of them{cut}. "
+        "the norm of the gradients has been {value} in each measured step since step {since}: they are always "
+        "clipped{cut}. "
     )
     if norm < tiny:
-        text += "Next to nothing is left of them. With a GradScaler call scaler.unscale_(optimizer) before clipping; "
-        text += "else look at max_norm."
+        text += "Almost nothing is left of them: with a GradScaler, call scaler.unscale_(optimizer) before clipping; "
+        text += "otherwise check max_norm."
     else:
-        text += "So the length of each step is that of the learning rate, whatever the loss says."
+        text += "So the learning rate alone decides how long a step is: raise max_norm if that is not intended."
     severity, words = "warning" if norm < tiny else "note", {"cut": lambda _: _cut(step)}
     return Ill(is_equal, text, norm, tiny, severity, steps=consecutive_steps, words=words)
 
@@ -289,4 +290,4 @@ def _cut(step: Step) -> str:
     now, fresh = step.sums[gradients[known]], step.sums[outputs[known]]
     ratios = np.abs(fresh[now != 0] / now[now != 0])
     cut = float(np.median(ratios)) if ratios.size else 0.0
-    return f", now to 1/{number(cut)} of what they were" if cut > 1.01 else ""
+    return f", now to 1/{number(cut)} of their size" if cut > 1.01 else ""

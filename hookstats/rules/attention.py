@@ -40,16 +40,16 @@ def attention_logits(step: Step, value: float = 100.0, consecutive_steps: int = 
         if len(of_heads) < 2:
             return ""
         many = times(len(of_heads), "head")
-        return f" in head {np.nanargmax(of_heads)}; {(of_heads > value).sum()} of {many} are beyond"
+        return f" in head {np.nanargmax(of_heads)} ({(of_heads > value).sum()} of {many} above {value:g})"
 
     text = (
-        "the attention logits of {name} reach {value}{heads}: beyond {threshold} its softmax chooses one key, and "
-        "gradients through it vanish or jump. Clip or normalise query and key, or lower the learning rate of their "
-        "weights."
+        "the attention logits of {name} reach {value}{heads}: beyond {threshold} the softmax selects a single key, "
+        "and gradients through it vanish or jump. Clip or normalise queries and keys, or lower the learning rate of "
+        "their weights."
     )
     of_others = (
-        "the attention logits of {name} reach {largest} in the queries that were looked at, and may reach {value} in "
-        "others, by the norms of queries and keys."
+        "the attention logits of {name} reach {largest} in the sampled queries, and may reach {value} in others, by "
+        "the norms of queries and keys. Options(attention_rows=None) measures all of them."
     )
     may_be, words = ~beyond & (largest > value / 2) & (bound > value), {"heads": heads, "largest": largest}
     return [
@@ -96,8 +96,8 @@ def attention_entropy(
             past.append(entropy)
     text = (
         "the attention of {name} has collapsed: the entropy of its heads has fallen to {value:%} of what it was, to "
-        "{entropy} nats: each query looks at hardly more than one key. Look at its logits; lower the learning rate, or "
-        "normalise query and key."
+        "{entropy} nats, so each query attends to hardly more than one key. Check its logits; lower the learning "
+        "rate, or normalise queries and keys."
     )
     words = {"entropy": step.totals.mean}
     return Ill(ill, text, ratios, ratio, judged=judged, steps=consecutive_steps, words=words)
@@ -123,8 +123,8 @@ def attention_sink(step: Step, share: float = 0.3, heads: float = 0.5, consecuti
     for site in np.flatnonzero(judged & (entropy >= 0) & (means[entropy] > 0.5)).tolist():
         ill[site] = np.mean(step.channels_or_whole(site).mean > share) >= heads
     text = (
-        "the attention of {name} rests on the first key, which gets {value:%} of it. Large language models do so; low "
-        "precision and a cache that drops the first key suffer from it."
+        "the first key gets {value:%} of the attention of {name}. Large language models do this; low precision, and a "
+        "cache that drops the first key, suffer from it."
     )
     return Ill(ill, text, means, share, "note", judged, consecutive_steps)
 
@@ -171,7 +171,7 @@ def dead_experts(step: Step, memory: Memory, window: int = 50, tokens: float = 1
 
     text = (
         "{value} of the {count} experts of {name} got no token in {window} measured steps: {which}. They learn "
-        "nothing. Balance the load, or initialise them again."
+        "nothing: balance the load, or initialise them again."
     )
     words = {"count": lambda site: str(len(loads[site])), "window": str(window), "which": which}
     return Ill(ill, text, counts, words=words)
@@ -212,7 +212,7 @@ def expert_load(
     found = []
     text = (
         "the router of {path} has collapsed: {busiest} gets {most:%} of the tokens, and {few} of {count} experts get "
-        "next to none. Raise the weight of the balancing loss, lower the router's learning rate, or add noise to it."
+        "almost none. Raise the weight of the balancing loss, lower the router's learning rate, or add noise to it."
     )
     for site, load, path, busiest_name in loads:
         if load.any() and len(load) > 2:

@@ -11,7 +11,7 @@ from hookstats.rules.memory import Memory
 from hookstats.rules.step import Mask, Step
 
 _TABLE = "inv_freq"  # of rotary positions: the name that they have everywhere
-_MOMENTUM = "Look at the norm's momentum, which is the share of the new batch (0.1), and at "
+_MOMENTUM = "Check the norm's momentum (the weight of the new batch, usually 0.1), and "
 
 
 @rule(of="buffer_sample", depth=0)
@@ -51,11 +51,11 @@ def uninitialised_buffer(
             return f"{number(totals.nans[site])} of its values are NaN"
         if size[site] == 0:
             return "all of its values are 0"
-        return f"its values go from {number(totals.min[site])} to {number(totals.max[site])}"
+        return f"its values range from {number(totals.min[site])} to {number(totals.max[site])}"
 
     text = (
-        "{tensor} was never computed: {what}. Buffers of a module that was made on the meta device, or that no "
-        "checkpoint holds, stay what memory held by chance: initialise them once more after the weights are loaded."
+        "{tensor} was never initialised: {what}. Buffers of a module that was made on the meta device, or that the "
+        "checkpoint lacks, keep whatever was in memory: initialise them after the weights are loaded."
     )
     is_note, values = is_nan & ~is_table & (not reaches), np.where(is_nan, totals.nans, size)
     return Ill(ill, text, values, largest, lambda site: "note" if is_note[site] else "warning", words={"what": what})
@@ -90,10 +90,10 @@ def still_statistics(step: Step, memory: Memory, consecutive_steps: int = 10) ->
     judged = is_mean & runs & bool(step.grad_norm)
     ill = judged & ~differs & (moved | is_new) & (totals.max[variances] > 0)
     text = (
-        "the running mean and variance of {norm} have stood still since step {since}, while it is trained{new}. Look "
+        "the running mean and variance of {norm} have not changed since step {since}, although it is trained{new}. "
+        "Check its momentum, and whether it is in evaluation mode."
     )
-    text += "at its momentum, and whether it is in evaluation mode."
-    new = ", and are 0 and 1 as at the beginning: evaluation will not normalise by anything that was seen"
+    new = ", and are still 0 and 1: in evaluation the norm would not normalise"
     words = {
         "norm": lambda site: step.sites[site].name.rpartition(".")[0] or "the model",
         "new": lambda site: "" if moved[site] else new,
@@ -130,9 +130,9 @@ def moving_statistics(step: Step, memory: Memory, consecutive_steps: int = 20) -
     judged = np.zeros(len(step.sites), bool)
     judged[ids] = True
     text = (
-        "{names}: no gradient goes through these norms, and their statistics have moved in each measured step since "
-        "step {since}: what is frozen is still in training mode, and gives other features in each step and in "
-        "evaluation. Call eval() on that part after model.train()."
+        "{names}: no gradient passes through these norms, but their statistics have changed in each measured step "
+        "since step {since}: the frozen part is still in training mode, so its features differ from step to step and "
+        "in evaluation. Call eval() on that part after model.train()."
     )
     return Ill(
         judged & differs & ~had, text, consecutive_steps, consecutive_steps, "note", judged, consecutive_steps,
@@ -163,9 +163,9 @@ def norm_of_few_values(step: Step, memory: Memory, values: int = 4, consecutive_
     counts[outputs] = step.totals.count[outputs] / (step.totals.count[ids] * step.calls[outputs])
     judged[outputs] = differs[ids]
     text = (
-        "{names}: normalised over {value} values of each channel, in each measured step since step {since}. The mean "
-        "and variance of so few are chance, and evaluation uses others. Use larger batches, GroupNorm or LayerNorm, or "
-        "SyncBatchNorm over ranks."
+        "{names}: normalised over only {value} values of each channel since step {since}. Their mean and variance are "
+        "mostly chance, and evaluation uses others. Use larger batches, GroupNorm or LayerNorm, or SyncBatchNorm over "
+        "ranks."
     )
     return Ill(counts <= values, text, counts, values, judged=judged, steps=consecutive_steps, together=True)
 
@@ -206,9 +206,9 @@ def runaway_statistics(
     factors = totals.rms / first
     ill = streak.push(step.number, grows, judged, consecutive_steps) & (factors >= ratio) & (age > min_history)
     is_grown = "{tensor} runs away: it has grown {factor} times since step {since}, in each measured step by more than "
-    is_grown += f"before. {_MOMENTUM}how the layer before it grows."
+    is_grown += f"before. {_MOMENTUM}how the output of the layer before it grows."
     is_below = (
-        "{tensor} is {value} at least in one channel: no variance is below 0, and in evaluation its root is NaN. "
+        "{tensor} is {value} in at least one channel: a variance is never below 0, and in evaluation its root is NaN. "
     )
     is_below += f"{_MOMENTUM}what else writes to it."
     return [

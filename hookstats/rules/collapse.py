@@ -41,14 +41,14 @@ def constant_output(
     if state is None or state.shape[1] == 1:
         varies, limit, of_what = float((totals.max - totals.min)[site] / totals.abs_max[site]), exactly, "its size"
     else:
-        varies, limit, of_what = 1.0, ratio, "what its values vary in all"
+        varies, limit, of_what = 1.0, ratio, "the variation of all its values"
         within = float(state[_M2].sum()) / float(step.scales[site]) ** 2
         if within <= 2 * ratio**2 * totals.l2_norm[site] ** 2:  # this spares most the rest
             varies = float(np.sqrt(within / (totals.var[site] * (totals.count[site] - 1))))
     text = (
-        "all rows get one answer: {tensor} varies from row to row by {value} of {what}, in each measured step since "
-        "step {since}. Look for a mean over the batch dimension, for inputs that are far too small, for dead layers, "
-        "and for a loss that is least where everything is one point."
+        "all rows get the same answer: {tensor} varies from row to row by {value} of {what} since step {since}. Look "
+        "for a mean over the batch dimension, inputs that are far too small, dead layers, and a loss that is smallest "
+        "where everything is one point."
     )
     return Ill(varies < limit, text, varies, limit, steps=consecutive_steps, site=site, words={"what": of_what})
 
@@ -87,10 +87,10 @@ def posterior_collapse(
             if len(of_channels) >= 4:
                 ill[output] = bool(of_channels.max() * (1 - equal) < of_channels.min() * (1 + equal))
     text = (
-        "the gradient of {tensor} is this output times one number, in all channels and in each measured step since "
-        "step {since}, and its rms has come to {value}: only a penalty on its size reaches it, and it says nothing of "
-        "what came in. Of a variational autoencoder the posterior has collapsed: lower the weight of the KL term, let "
-        "it grow from 0, or leave each dimension some free bits."
+        "the gradient of {tensor} has been this output times one number, in all channels, since step {since}, and its "
+        "rms has fallen to {value}: only a penalty on its size reaches it, and it says nothing about the input. In a "
+        "variational autoencoder the posterior has collapsed: lower the weight of the KL term, raise it slowly from "
+        "0, or allow each dimension some free bits."
     )
     return Ill(ill, text, rms, size, judged=judged, steps=consecutive_steps)
 
@@ -137,12 +137,12 @@ def equal_channels(step: Step, memory: Memory, consecutive_steps: int = 5, width
             equal[site] = bool((np.ptp(rows, axis=1) <= 1e-6 * np.abs(rows).max(axis=1)).all())
             known[site] = not equal[site]
     text = (
-        "all {count} channels of {tensor} are the same{more}: the weights began with one value, so that all rows get "
-        "the same gradient and stay equal. Initialise them at random."
+        "all {count} channels of {tensor} are the same{more}: the weights started from one value, so all rows get the "
+        "same gradient and stay equal. Initialise them at random."
     )
     words = {
         "count": lambda sites: str(len(step.channels_or_whole(sites[0]).count)),
-        "more": lambda sites: f", and so of {times(len(sites) - 1, 'other layer')}" if len(sites) > 1 else "",
+        "more": lambda sites: f", and so are those of {times(len(sites) - 1, 'other layer')}" if len(sites) > 1 else "",
     }
     return Ill(equal, text, 1.0, 1.0, judged=judged, steps=consecutive_steps, together=True, words=words)
 
@@ -182,9 +182,9 @@ def equal_modules(
         for group in groups.values():
             equal[group] = len(group) > 1
     text = (
-        "{pair}{more} are equal, and get equal gradients, to the last bit, in each measured step since step {since}: "
-        "they began as copies, see the same, and will never differ. Initialise each anew; deepcopy and a seed that is "
-        "set again copy the values."
+        "{pair}{more} are equal, and get equal gradients, to the last bit, since step {since}: they started as "
+        "copies, get the same inputs, and will never differ. Initialise each separately; deepcopy, and a seed that is "
+        "set again, copy the values."
     )
 
     def name_pair(sites: list[int]) -> str:
@@ -231,9 +231,9 @@ def silent_rows(step: Step, memory: Memory, share: float = 0.7, consecutive_step
             silent[weight] = float(((rows.zeros == rows.count) & (channels.zeros == channels.count)).mean())
             counts[weight] = len(rows.count)
     text = (
-        "{silent} of {count} rows of {tensor} have been exactly 0 in each measured step since step {since}: these "
-        "neurons or heads do not learn. Look at masks after this layer, and at whether it is dead there; nothing is "
-        "wrong if they were pruned on purpose."
+        "{silent} of {count} rows of {tensor} have been exactly 0 since step {since}: these neurons or heads do not "
+        "learn. Look for masks after this layer, and for dead units there; nothing is wrong if they were pruned on "
+        "purpose."
     )
     return Ill(
         silent >= share, text, silent, share, lambda site: "warning" if had[site] else "note", judged,

@@ -66,17 +66,16 @@ def cross_entropy_gradient(
 
     def say(site: int, since: int) -> str:
         return (
-            f"the gradient of the logits is {_factor(weights.least)} that of the mean over tokens, whose loss "
-            f"({number(step.scalars[scalar])}) was given, in each measured step since step {since}. {_cause(weights)}"
+            f"the gradient of the logits has been {_factor(weights.least)} that of the mean over tokens, whose loss "
+            f"({number(step.scalars[scalar])}) was given, since step {since}. {_cause(weights)}"
         )
 
     def say_unequal(site: int, since: int) -> str:
         fewest, most = (number(round(1 / each / weights.microbatches)) for each in (weights.high, weights.low))
         return (
-            f"some tokens weigh {number(unequal)} times as much as others of the same step, in each measured step "
-            f"since step {since}: the losses of {number(weights.microbatches * step.ranks)} microbatches are averaged "
-            f"one by one, over {fewest} to {most} tokens. Divide the sum of the losses by the number of all tokens of "
-            "the step."
+            f"some tokens weigh {number(unequal)} times as much as others of the same step, since step {since}: the "
+            f"losses of {number(weights.microbatches * step.ranks)} microbatches are averaged one by one, over "
+            f"{fewest} to {most} tokens. Divide the sum of the losses by the number of all tokens in the step."
         )
 
     def severity(site: int) -> str:
@@ -115,19 +114,18 @@ def _by_norm(step: Step, factor: float, consecutive_steps: int, loss: float) -> 
 
     def say(site: int, since: int) -> str:
         size, than, most = (over, "at least", "largest") if is_large else (under, "at most", "smallest")
-        cause = _cause_of_norm(over, rows) if is_large else "It is divided by something twice."
+        cause = _cause_of_norm(over, rows) if is_large else "Something divides it twice."
         return (
-            f"the gradient of the logits, the output of {step.sites[site].name}, is {than} {_factor(size)} the "
-            f"{most} that the mean over tokens can have, whose loss ({number(loss)}) was given, in each measured step "
-            f"since step {since}. {cause}"
+            f"the gradient of the logits, the output of {step.sites[site].name}, is {than} {_factor(size)} the {most} "
+            f"that the mean over tokens can have, since step {since}; the loss of that mean ({number(loss)}) was "
+            f"given. {cause}"
         )
 
     def say_of_sum(site: int, since: int) -> str:
         return (
             f"the gradient of the logits, the output of {step.sites[site].name}, has a sum of "
-            f"{number(100 * abs(gradient.sum))} % of its L1 norm, in each measured step since step {since}. That of "
-            "the cross entropy that was given is 0 in each row: look at what changes it, or at what else is "
-            "differentiated."
+            f"{number(100 * abs(gradient.sum))} % of its L1 norm, since step {since}. For the cross-entropy that was "
+            "given it is 0 in each row: check what changes the gradient, and what else is differentiated."
         )
 
     size = over if is_large else under
@@ -142,7 +140,7 @@ def _by_norm(step: Step, factor: float, consecutive_steps: int, loss: float) -> 
 def _cause_of_norm(over: float, rows: float) -> str:
     if rows / 8 < over <= rows > 8:
         return f"There are {number(rows)} rows: the losses are summed instead of averaged."
-    return "Look at what multiplies the loss between the mean and its backward."
+    return "Check what multiplies the loss between the mean and its backward."
 
 
 def _is_of_ranks(weights: TokenWeights, ranks: int) -> bool:
@@ -180,4 +178,4 @@ def _cause(weights: TokenWeights) -> str:
         return "That is one over the number of microbatches: their losses are divided by it twice."
     if _is_about(total * tokens, 1) or _is_about(total * tokens * count, 1):
         return "That is one over the number of tokens: their losses are divided by it twice."
-    return "Look at what multiplies or divides the loss between the mean and its backward."
+    return "Check what multiplies or divides the loss between the mean and its backward."

@@ -30,7 +30,7 @@ def evaluation_mode(step: Step, memory: Memory, consecutive_steps: int = 3) -> I
         return None
     trains = not runs and bool((step.totals.abs_max[step.fired("param_grad")] > 0).any())
     text = (
-        "the model has been in evaluation mode since step {since}, and is trained so: dropout is off, and norms use "
-        "the running statistics of then. Call model.train() after a validation, before the next step."
+        "the model has been trained in evaluation mode since step {since}: dropout is off, and norms use their "
+        "running statistics. Call model.train() after a validation, before the next step."
     )
     return Ill(trains, text, consecutive_steps, consecutive_steps, steps=consecutive_steps)

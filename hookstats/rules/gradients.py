@@ -35,7 +35,7 @@ def _judge_depth(step: Step, memory: Memory, depth: float, steps: int, text: str
     ratios = np.maximum([ends, last / first], 1e-300)  # from end to end; of the medians of the thirds
     orders = sign * np.log10(ratios)
     further = int(abs(np.log10(ratios)).argmax())
-    how = "by the medians of the first and the last third" if further else "from end to end"
+    how = "(medians of the first and the last third)" if further else "from end to end"
     near, far = (step.sites[backward[place]].name or "the model" for place in (0, -1))
     path = f"{how}, from the output of {near} back to that of {far}"
     # The one does, and the other by half as many orders of magnitude.
@@ -113,8 +113,8 @@ def exploding_gradients(
     found = [] if over is None else [over]
     if np.count_nonzero(grown) or memory.streak("past").goes_on:
         text = (
-            "{tensor} has been {threshold} times its usual size for {steps} measured steps, now {value} times{others}. "
-            "Lower the learning rate, or clip gradients."
+            "{tensor} has been more than {threshold} times its usual size for {steps} measured steps, now {value} "
+            "times{others}. Lower the learning rate, or clip gradients."
         )
         words = {"others": _say_others, "steps": str(consecutive_steps)}
         found.append(
@@ -157,13 +157,13 @@ def vanishing_gradients(
     ids = step.alike(_list_measured)
     if not len(ids):
         return None
-    text = "the gradients fall to {value} {path}: they vanish, and what lies there does not learn. "
+    text = "the gradients shrink to {value} {path}, so the layers there do not learn. "
     over = _judge_depth(step, memory, depth, consecutive_steps, text)
     if over is not None and over.where:
         zero = [site for site in step.ordered("output") if has_zero_weights(step, site)]
         over.words = {**over.words, "zero": step.names_of(zero)}
         over.say = text + (
-            "All weights of {zero} are 0, and let nothing through: initialise those of norms with 1, others at random."
+            "All weights of {zero} are 0 and pass no gradient: initialise those of norms with 1, others at random."
             if zero
             else "Use ReLU or GELU instead of sigmoid and tanh, normalise, or add residual connections."
         )
@@ -176,8 +176,8 @@ def vanishing_gradients(
         ratios = np.divide(rms, median, out=np.full_like(rms, np.nan), where=known)
         ratios /= middle(ratios[known])
         text = (
-            "{tensor} has fallen to {value} of its usual size, while the others have not{others}: what it belongs to "
-            "does not learn any more. Look for dead or saturated units behind it, or a layer that was cut off."
+            "{tensor} has fallen to {value} of its usual size{others}, while the rest have not: its module no longer "
+            "learns. Look for dead or saturated units after it, or a layer that was cut off."
         )
         found.append(
             Ill(known & (ratios < past), text, ratios, past, judged=known, steps=consecutive_steps, key="past",

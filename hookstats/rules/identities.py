@@ -119,10 +119,9 @@ def identity(
         left, right = _sides(by_site[site])
         more = "larger" if shares[site] > 0 else "smaller"
         return (
-            f"the gradients of {left} and {right} do not fit together, in each measured step since step {since}: "
-            f"weight times gradient is {abs(shares[site]):.1%} {more} over the one than over the other, in all sums "
-            f"alike. {_suspected(by_site[site], fitting)}Look at what scales one of these gradients, and at sums in "
-            "low precision."
+            f"the gradients of {left} and {right} do not fit together, since step {since}: weight times gradient is "
+            f"{abs(shares[site]):.1%} {more} over the one than over the other, in all sums alike. "
+            f"{_suspected(by_site[site], fitting)}Check what scales one of these gradients, and sums in low precision."
         )
 
     def severity(site: int) -> str:
@@ -130,15 +129,15 @@ def identity(
 
     def say_of_all(_: None, since: int) -> str:
         return (
-            f"the gradients of {count} of {len(found)} identities do not fit together, in each measured step since "
-            f"step {since}: they are changed after backward, parameter by parameter. "
+            f"the gradients of {count} of {len(found)} identities do not fit together, since step {since}: they are "
+            "changed after backward, parameter by parameter. "
         ) + (
-            "Each has a factor of its own, as where each parameter's gradient is clipped by its own norm: that breaks "
+            "Each has a factor of its own, as when each parameter's gradient is clipped by its own norm: that breaks "
             'identities by design, and Options(laws={"identity": False}) declares it; monitor.measure_gradients() '
-            "before clipping measures what backward made."
+            "before clipping measures what backward computed."
             if all(has_own_factors(e.left, e.right) for e, off in zip(found, broken, strict=True) if off)
             else "Look for clipping by value, gradient noise, centralisation, or hooks on parameters. If these are "
-            "meant, call monitor.measure_gradients() before them."
+            "intended, call monitor.measure_gradients() before them."
         )
 
     return [
@@ -210,13 +209,13 @@ def _sentence(step: Step, each: _Compared, deviation: float, fitting: set[str], 
     )
     found = suspects(each.left, each.right, fitting)
     if not found:
-        return sentence + "Look at reductions over ranks, and at the backward of the kernels between them."
+        return sentence + "Check reductions over ranks, and the backward of the kernels between them."
     sentence += _suspected(each, fitting)
     counts = [1 / factor for _, factor in found if factor > 0]
     ranks = [round(count) for count in counts if abs(count - round(count)) < 0.01 * count]
     if any(1 < count <= step.ranks and step.ranks % count == 0 for count in ranks):
         return sentence + "Its sum over the ranks fits: an all-reduce is missing, as of norms in sequence parallelism."
-    return sentence + "Look at reductions over ranks of these, and at the backward of what computes them."
+    return sentence + "Check reductions over ranks of these, and the backward of what computes them."
 
 
 def _which(off: Counts, count: int) -> str:

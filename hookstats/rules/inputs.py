@@ -75,7 +75,7 @@ def input_shift(
         since, course, count = zeros.pop(site, None), memory.course(f"rms {site}", window), len(found)
         if since is not None and len(course) >= min_history and _is_first(step, site) and not _is_mask(step, site):
             text = (
-                "the batch of step {since} was all zeros: {tensor} has an rms of {threshold} otherwise. Look at what "
+                "the batch of step {since} was all zeros: {tensor} usually has an rms of {threshold}. Check what "
                 "loads the data: a file that could not be read, a buffer that was not filled."
             )
             found.append(Ill(True, text, 0.0, course.level, since=since, site=site))
@@ -92,8 +92,8 @@ def input_shift(
                 if len(found) == count and not 1 / beyond <= shift <= beyond:
                     text = (
                         "the batch of step {step} is not like those before it: the {which} of {tensor} is {size}, "
-                        "{times} times its usual {level}, before any layer has run. Look at the samples of this batch, "
-                        "and at what loads and scales them."
+                        "{times} times its usual {level}, before any layer has run. Check the samples of this batch, "
+                        "and what loads and scales them."
                     )
                     times = number(shift) if shift > 1 else f"1/{number(1 / shift)}"
                     words = {"step": str(step.number), "which": name, "size": size, "times": times, "level": level}
@@ -108,9 +108,9 @@ def input_shift(
                 usual = max(abs(value - level) for value, level in course.past)
                 if away > max(sigmas * course.spread, tail * usual):
                     text = (
-                        "the mean of {tensor} is {mean} from step {since} on, and was {level}: that is {value} "
-                        "standard deviations of the data. Look at what scales the data, unless these have changed on "
-                        "purpose."
+                        "the mean of {tensor} is {mean} from step {since} on, and was {level} before: a shift of "
+                        "{value} standard deviations of the data. Check what scales the data, unless the change is "
+                        "intended."
                     )
                     words = {"mean": mean, "level": level}
                     found.append(Ill(True, text, away / std, moved, "note", site=site, words=words))
@@ -126,8 +126,8 @@ def _judge_drift(step: Step, memory: Memory, site: int, course: Course, jumped: 
         return []
     level, (first, since) = course.level, firsts.setdefault(site, (course.level, step.number))
     text = (
-        "the rms of {tensor} has come to {level} little by little, from {first} in the steps before step {since}: look "
-        "at what changes the data from epoch to epoch, such as scaling in place, unless they are meant to change."
+        "the rms of {tensor} has drifted to {level}, from {first} in the steps before step {since}: check what "
+        "changes the data from epoch to epoch, such as scaling in place, unless the change is intended."
     )
     is_far = not 1 / factor <= level / first <= factor
     words = {"level": level, "first": first}
@@ -171,13 +171,12 @@ def constant_input(
     streak = memory.streak()
     lasting = streak.push(step.number, ill, judged, consecutive_steps)
     for site in [each for each in (*inputs, *outputs[:1]) if lasting[each]][:1]:  # the inputs first
-        what = "{tensor} holds one value throughout, {largest}"
+        what = "{tensor} has held a single value, {largest}"
         if not step.is_kind("input")[site]:
-            what = "each channel of {tensor}, the first one, has one value for all rows: so all rows that the "
-            what += "model is given are the same"
+            what = "all rows have had the same values in each channel of {tensor}, the first one"
         text = what + (
             ", for {length} measured steps. Nothing can be learned from it: print a batch as the model gets it, and "
-            "look at what loads and prepares it."
+            "check what loads and prepares it."
         )
         words = {"length": str(streak.lengths[site]), "largest": totals.max[site]}
         return [Ill(True, text, 0.0, 0.0, since=int(streak.since[site]), site=site, words=words)]
@@ -199,13 +198,13 @@ def _judge_repeats(step: Step, memory: Memory, inputs: list[int], batches: int) 
     last.append(now)
     of_all = (
         "{tensor} has been the same batch, to the bit, since step {since}. That is right where every step trains on "
-        "all the data, or on one batch to test the model; else look at the sampler, and at workers whose random "
-        "generators begin alike."
+        "all the data, or on one batch as a test; otherwise check the sampler, and workers whose random generators "
+        "start alike."
     )
     of_some = (
-        f"of the last {_LAST} measured batches, {{value}} are what one of the {_NEAR} before them was, to the bit: "
-        "{tensor} comes several times. That is right where a batch is used more than once; else look at workers whose "
-        "random generators begin alike, or that all read the same files."
+        f"of the last {_LAST} measured batches, {{value}} repeat one of the {_NEAR} before them, to the bit: "
+        f"{{tensor}} comes several times. That is right where a batch is used more than once; otherwise check for "
+        "workers whose random generators start alike, or that all read the same files."
     )
     are_some = again[-1] and len(again) == _LAST and sum(again) >= _LAST / 3 and again.count(False) > _NEAR
     return [
@@ -244,9 +243,9 @@ def same_data(step: Step, consecutive_steps: int = 10) -> Ill | None:
     if step.ranks == 1:
         return None
     say = (
-        f"all {step.ranks} ranks have been given the same data, to the bit, in each measured step since step "
-        "{since}: each computes what the others do. Give the loader a DistributedSampler, or each rank another shard "
-        "and another seed. Under tensor parallelism alone it is right."
+        f"all {step.ranks} ranks have been given the same data, to the bit, since step {{since}}: each computes what "
+        "the others do. Give the loader a DistributedSampler, or each rank a shard and a seed of its own. Under "
+        "tensor parallelism alone this is right."
     )
     return Ill(SAME_DATA in step.scalars, say, step.ranks, 1, "note", steps=consecutive_steps)
 
@@ -290,7 +289,7 @@ def unscaled_input(
             what = "an rms of {value}" if rms > size or is_small else "a channel {value} times the others"
             text = (
                 f"{{tensor}} has {what}: it was {'scaled twice, or not at all' if is_small else 'not scaled'}. "
-                "Initial weights expect values near 1; subtract the mean of each feature and divide by its deviation, "
+                "Initial weights expect values near 1: subtract each feature's mean and divide by its deviation, "
                 "unless a norm of the model does that."
             )
             found.append(Ill(True, text, *numbers, "note", site=site))

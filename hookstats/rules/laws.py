@@ -50,26 +50,25 @@ def bias_gradient(step: Step, memory: Memory, factor: float = 1.5, consecutive_s
         name = f"{broken.name}{broken.where}"
         if broken.factor != broken.factor:
             sentence = (
-                f"the gradient of {name} is not the sum of its output's gradient, nor a multiple of it, since step "
-                f"{broken.since}. By the chain rule it is, and {others} keep{'s' * (broken.others == 1)} to it. "
+                f"the gradient of {name} is neither the sum of its output's gradient nor a multiple of it, since step "
+                f"{broken.since}. By the chain rule it is that sum, as in {others}. "
             )
         elif broken.common == 1:
             sentence = (
-                f"the gradient of {name} is {broken.size} times the sum of its output's gradient, in each measured "
-                f"step since step {broken.since}. By the chain rule it is that sum, and {others} "
-                f"keep{'s' * (broken.others == 1)} to it. "
+                f"the gradient of {name} is {broken.size} times the sum of its output's gradient, since step "
+                f"{broken.since}. By the chain rule it is that sum, as in {others}. "
             )
         else:
             sentence = (
-                f"the gradient of {name}, over the sum of its output's gradient, is {broken.size} times what it is in "
-                f"{others}, in each measured step since step {broken.since}. By the chain rule it is the same in all. "
+                f"the gradient of {name}, divided by the sum of its output's gradient, is {broken.size} times what it "
+                f"is in {others}, since step {broken.since}. By the chain rule it is the same in all. "
             )
         return sentence + (
-            "Look at what changes gradients after backward: a hook on these parameters, a reduction over the wrong "
+            "Check what changes gradients after backward: a hook on these parameters, a reduction over the wrong "
             "process group, a division that is missing or done twice."
             if broken.is_late
-            else "It has been so from the start: look at reductions over process groups, and at divisions that are "
-            'missing or done twice. Where it is meant, declare it: Options(laws={"bias": False}).'
+            else "It has been so from the start: check reductions over process groups, and divisions that are missing "
+            'or done twice; if it is intended, declare it by Options(laws={"bias": False}).'
         )
 
     found: list[Ill] = []
@@ -111,10 +110,10 @@ def dropped_gradients(step: Step, memory: Memory, consecutive_steps: int = 20) -
 
     def say(site: None, since: int) -> str:
         return (
-            f"gradients of parameters are not the sum over the {count} forwards of a step, in any layer, in each "
-            f"measured step since step {since}: those of some backward passes were zeroed, or replaced, before the "
-            "optimizer stepped. Call zero_grad() once in a step, before the first microbatch. Two passes by design "
-            '(SAM, adversarial training, a discriminator) are declared by Options(laws={"bias": False}).'
+            f"gradients of parameters are not the sum over the {count} forwards of a step, in any layer, since step "
+            f"{since}: those of some backward passes were zeroed or overwritten before the optimizer stepped. Call "
+            "zero_grad() once per step, before the first microbatch. If two passes are intended (SAM, adversarial "
+            'training, a discriminator), declare them by Options(laws={"bias": False}).'
         )
 
     return Ill(breaks, say, count, 1, "note", steps=consecutive_steps)
@@ -187,24 +186,24 @@ def reduced_gradient(step: Step, memory: Memory, factor: float = 1.5, consecutiv
             name = name.replace(" channel", " sampled element")
         if broken.factor != broken.factor:
             return (
-                f"the reduced gradient of {name} is not the mean of what {ranks} ranks have brought, nor a multiple of "
-                f"it, since step {broken.since}; that of {others} is. Look at the reduction of this parameter."
+                f"the reduced gradient of {name} is neither the mean of what {ranks} ranks contributed nor a multiple "
+                f"of it, since step {broken.since}; that of {others} is. Check the reduction of this parameter."
             )
         return (
-            f"the reduced gradient of {name}, over the mean of what {ranks} ranks have brought, is {broken.size} times "
-            f"what it is in {others}, in each measured step since step {broken.since}. "
+            f"the reduced gradient of {name}, divided by the mean of what {ranks} ranks contributed, is {broken.size} "
+            f"times what it is in {others}, since step {broken.since}. "
         ) + (
-            "Look at the reduction of this parameter: over which ranks, and how often."
+            "Check the reduction of this parameter: over which ranks, and how often."
             if broken.is_late
-            else "It has been so from the start: that is right where fewer ranks share it, as experts. Then declare "
-            'it: Options(laws={"reduction": False}).'
+            else "It has been so from the start, which is right where fewer ranks share it, as with experts: then "
+            'declare it by Options(laws={"reduction": False}).'
         )
 
     def say_of_all(site: None, since: int) -> str:
         return (
-            f"the reduced gradients are 1/{ranks} of the mean over {ranks} ranks of what these have brought, in "
-            f"all {most} parameters that tell, in each measured step since step {since}: they were "
-            "divided by the number of ranks twice. DistributedDataParallel has done it."
+            f"the reduced gradients are 1/{ranks} of the mean over {ranks} ranks of what these contributed, in all "
+            f"{most} parameters that could be compared, since step {since}: they are divided by the number of ranks "
+            "twice. DistributedDataParallel already averages them: remove the other division."
         )
 
     ills: list[Ill] = []
@@ -275,13 +274,13 @@ def replica_drift(step: Step, memory: Memory) -> list[Finding] | None:
     who = f"rank{'s' * several} {', '.join(map(str, first.ranks[:8]))}{', ...' * (len(first.ranks) > 8)}"
     those = f"rank {first.reference_rank}" + (f" and {times(first.agree - 1, 'other')}" if first.agree > 1 else "")
     what = kind_of(first.site.tensor).one.format("", first.site.name)
-    sentence = f"{who} hold{'' if several else 's'} other values of {what} than {those}, since step {since}"
+    sentence = f"{who} hold{'' if several else 's'} different values of {what} than {those}, since step {since}"
     if len(began) > 1:
         sentence += f", and of {len(began) - 1} more"
-    how = "They are replicas: " if first.is_certain else "They held the same before, and changed alike: "
+    how = "They are replicas: " if first.is_certain else "They were equal before, and changed alike: "
     sentence = (
-        f"{sentence}. {how}look at what a rank does alone, such as clipping by a norm of its own, leaving out a "
-        "step of the optimizer, or a gradient that is not reduced over the ranks."
+        f"{sentence}. {how}check what a rank does alone, such as clipping by a norm of its own, skipping a step of the "
+        "optimizer, or a gradient that is not reduced over the ranks."
     )
     severity, many = "critical" if first.is_certain else "warning", len(first.ranks)
     return [step.finding("replica-drift", where, many, 0.0, severity, sentence, since=since, sites=sites)]

@@ -69,14 +69,14 @@ def unchanged_parameters(step: Step, memory: Memory, steps: int = 20, all_steps:
         lasts &= is_new & _gets_gradient(step) & ~_is_rounded(step)
         lasts &= ~(sizes < _TINY * (np.median(usual) if usual.size else 0.0))
         never = (
-            "{names} never changed, although gradients arrive and other parameters learn. No optimizer has what is "
-            "named, or the learning rate of its group is 0: compare the optimizer's param_groups with "
+            "{names} never changed, although gradients arrive and other parameters learn. No optimizer has them, or "
+            "the learning rate of their group is 0: compare the optimizer's param_groups with "
             "model.named_parameters()."
         )
         stopped = (
-            "{names} has not changed since step {since}, although gradients arrive and other parameters learn. Look at "
-            "the learning rate of the group, and at whether the optimizer was made anew without it; freeze with "
-            "requires_grad=False, if it is meant."
+            "{names} has not changed since step {since}, although gradients arrive and other parameters learn. Check "
+            "the learning rate of the group, and whether the optimizer was made anew without it; to freeze it on "
+            "purpose, set requires_grad=False."
         )
         each = [(lasts & ~changed, never), (lasts & changed, stopped)]
         return [Ill(where, text, 1.0, 1.0, since=streak.since, together=True) for where, text in each]
@@ -89,12 +89,13 @@ def unchanged_parameters(step: Step, memory: Memory, steps: int = 20, all_steps:
         return found
     ill = step.in_order(_gets_gradient(step) & ~(still & _is_rounded(step)))
     has_changed = bool(changed[ill].any())
-    text = "no parameter of the model has ever changed, although gradients arrive. Either the learning rate is 0, or "
-    text += "step() is not called, or the optimizer holds the parameters of another model: make it of this one's, "
-    text += "after it is moved or wrapped."
+    text = (
+        "no parameter of the model has ever changed, although gradients arrive. The learning rate is 0, step() is not "
+    )
+    text += "called, or the optimizer has the parameters of another model: make it after this one is moved or wrapped."
     if has_changed:
-        text = "no parameter has changed since step {since}, although gradients arrive. Look at the schedule: its "
-        text += "learning rate may have become 0; and at whether step() is called."
+        text = "no parameter has changed since step {since}, although gradients arrive. Check whether the schedule has "
+        text += "brought the learning rate to 0, and whether step() is called."
     is_ill = bool(ill) and not (has_changed and norm < _FOUND * memory["norm"])
     return [*found, Ill(is_ill, text, 1.0, 1.0, "critical", since=memory["all since"], sites=ill)]
 
@@ -124,18 +125,18 @@ def _judge_zero(step: Step, memory: Memory, measured: Mask, steps: int) -> list[
     outputs = step.alike(_outputs_of_biases)
     if np.count_nonzero(step.sums[outputs]):
         text += (
-            "gradients go through the outputs, and no parameter has one when the optimizer steps. Call zero_grad() "
+            "gradients pass through the outputs, but no parameter has one when the optimizer steps. Call zero_grad() "
             "before backward(), not between backward() and step()."
         )
     elif step.totals.abs_max[through].any():
         text += (
-            "gradients of the outputs arrive, and those of all parameters are 0. Look for units that are dead, weights "
-            "that are 0, and gradients that are too small for float16 (use a GradScaler)."
+            "gradients of the outputs arrive, but those of all parameters are 0. Look for dead units, weights that "
+            "are 0, and gradients that are too small for float16 (use a GradScaler)."
         )
     else:
         text += (
-            "gradients of the outputs arrive, and all of them are 0. The loss does not depend on the outputs: look "
-            "whether it ignores every label (ignore_index, an empty mask), has a single class, or is multiplied by 0."
+            "the gradients of all outputs are 0. The loss does not depend on the outputs: check whether it ignores "
+            "every label (ignore_index, an empty mask), has a single class, or is multiplied by 0."
         )
     return [Ill(True, text, 1.0, 1.0, "critical", since=since, sites=step.in_order(measured))]
 
@@ -194,13 +195,13 @@ def lost_updates(step: Step, memory: Memory, share: float = 0.8, steps: int = 20
     most.sort(key=lambda site: -float(totals.zeros[site] / totals.count[site]))
     dtype, came_down = _dtype_of(step, most[0]), has_fallen(memory)
     text = (
-        f"{{value:%}} of the sampled elements of the parameters stay as they are in each step: in {dtype} a change "
-        f"below 1/{2 ** (SIGNIFICANT_BITS[dtype] + 1)} of a value is lost to rounding. "
+        f"{{value:%}} of the sampled elements of the parameters do not change in a step: in {dtype} a change below "
+        f"1/{2 ** (SIGNIFICANT_BITS[dtype] + 1)} of a value is lost to rounding. "
     )
     if came_down:
-        text += "The loss comes down, so the optimizer may keep float32 copies; then nothing is wrong."
+        text += "The loss falls, so the optimizer may keep float32 copies; then nothing is wrong."
     else:
-        text += "The loss does not come down. " if came_down is False else ""
+        text += "The loss does not fall. " if came_down is False else ""
         text += "Keep the parameters in float32 and use autocast, or take an optimizer with float32 copies or "
         text += "stochastic rounding."
     severity = "warning" if came_down is False else "note"
@@ -244,9 +245,9 @@ def shrinking_weights(
         return []
     came_down = has_fallen(memory)
     text = (
-        "{names}: smaller by {value:%} in each step, and nearly nothing else changes them: weight decay is stronger "
-        f"than the gradient{', and the loss does not come down' if came_down is False else ''}. Lower weight_decay; "
-        "AdamW multiplies it by the learning rate, Adam and SGD add it to the gradient."
+        "{names}: {value:%} smaller after each step, and almost nothing else changes: weight decay is stronger than "
+        f"the gradient{', and the loss does not fall' if came_down is False else ''}. Lower weight_decay: AdamW "
+        "multiplies it by the learning rate, Adam and SGD add it to the gradient."
     )
     severity = "warning" if came_down is False else "note"
     return Ill(going, text, totals.abs_mean / sizes, rate, severity, since=streak.since, together=True)

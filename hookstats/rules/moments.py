@@ -50,8 +50,8 @@ def second_moment(
     last = 126 + math.floor(math.log2(eps**2))  # of the bins whose values are all below
     below[ids] = (counts[:, : last + 1].sum(1) - step.totals.zeros[ids]) / nonzero[ids]
     text = (
-        f"the square root of Adam's second moment of {{name}} is below {number(eps)} in {{value:%}} of its values: "
-        "epsilon decides how far a step goes, and it learns more slowly than its learning rate says. Lower epsilon, or "
-        "see why its gradients are so small."
+        f"the square root of Adam's second moment of {{name}} is below epsilon, {number(eps)}, in {{value:%}} of its "
+        "values: there epsilon limits the step, and it learns more slowly than its learning rate says. Lower epsilon, "
+        "or find out why its gradients are so small."
     )
     return Ill(below > share, text, below, share, judged=judged, steps=consecutive_steps)

@@ -46,13 +46,13 @@ def nonfinite(step: Step, memory: Memory, overflows: int = 16) -> list[Ill]:
         masks = [site for site in masks if step.totals.neginfs[site]]
         text = (
             "the loss is {loss}, and every watched tensor is finite: it began after the model, in the loss itself. "
-            "Look for a logarithm or a division there, and at the labels.{also}"
+            "Look for a logarithm or a division there, and check the labels.{also}"
         )
         if masks:
             text = (
-                "the loss is {loss}, and of the watched tensors {mask} holds -Inf, as it has from its first step on. "
-                "If that is no mask, it began there: look for a logarithm of 0 (clamp before it, or use log_softmax). "
-                "Else it began in the loss{also}."
+                "the loss is {loss}, and of the watched tensors {mask} holds -Inf, since its first step. If that is "
+                "not a mask, it began there: look for a logarithm of 0 (clamp before it, or use log_softmax). "
+                "Otherwise it began in the loss{also}."
             )
         loss = step.scalars.get("loss", math.nan)
         words = {"loss": str(loss), "also": _also(step, memory)}
@@ -63,8 +63,8 @@ def nonfinite(step: Step, memory: Memory, overflows: int = 16) -> list[Ill]:
         more = f", and in {times(len(lost) - 1, 'more step')}" if len(lost) > 1 else ""
         text = (
             f"the loss was {loss} in step {at}, which was not measured{more}; in step {step.number} everything is "
-            "finite again. Look at the batch of that step, and for a logarithm or a division in the loss. With "
-            "every=1, the tensor is named in which it begins."
+            "finite again. Check the batch of that step, and look for a logarithm or a division in the loss. With "
+            "every=1, the finding names the tensor in which it begins."
         )
         found = [Ill(True, text, loss, 0, at=at)]
     if memory["lost"] is None and bad is None:
@@ -106,19 +106,19 @@ def _judge_tensor(step: Step, memory: Memory, place: int, bad: float, overflows:
     words: dict[str, Any] = {"bad": bad, "all": bad + step.totals.count[first]}
     text = f"{{bad}} of {{all}} values of {{tensor}} are {'NaN' if is_nan else 'an infinity'}"
     if step.overflowed and kind.is_gradient and skipped < overflows:
-        text += ": the GradScaler has skipped this step and lowers its scale. Nothing is to be done."
+        text += ": the GradScaler has skipped this step and lowers its scale. Nothing needs to be done."
         return Ill(True, text, bad, 0, "note", site=first, words=words)
     advice = _say_gap(step, memory)
     if not advice and kind.is_gradient and memory["lost"] == step.number:
         advice = (
             "It began in the loss, which is not finite while all outputs are: look for a logarithm or a division "
-            "there, and at the labels."
+            "there, and check the labels."
         )
     advice = advice or _say_where(step, place, memory.get("clean"))
     if step.overflowed:
         advice += f" The GradScaler has now skipped {skipped} measured steps in a row."
     if step.is_sampled:
-        advice += " Some rows alone were read: it may have begun earlier, in a row that was not."
+        advice += " Only some rows were read: it may have begun earlier, in another row."
     words |= {"advice": advice, "also": _also(step, memory)}
     text += ", the first in this step{also}. {advice} Go back to a checkpoint before it."
     severity = "warning" if kind.of == "buffer" else "critical"  # all else is finite
@@ -136,8 +136,8 @@ def _say_gap(step: Step, memory: Memory) -> str:
     if lost is not None and lost < step.number:
         where = f"It began in step {lost}, in which the loss was not finite any more, or just before"
     return (
-        f"{where}: {steps} not measured, and it may have been in any layer, in the loss or in the optimizer. To see "
-        "where, begin again from an earlier checkpoint with every=1."
+        f"{where}: {steps} not measured, so it may have been in any layer, in the loss or in the optimizer. To see "
+        "where, start again from an earlier checkpoint with every=1."
     )
 
 
@@ -160,48 +160,48 @@ def _say_where(step: Step, place: int, clean: int | None) -> str:
     rows, of_rows = _rows(step, first)
     if kind.name == "input" and not place:
         return (
-            "The data hold it: nothing of the model has run before. Look at this batch, at what loads and prepares it, "
-            "and leave it out."
+            "It is in the data, because no layer has run yet. Check this batch and what loads and prepares it, and "
+            "leave it out."
         )
     if kind.name == "input":
         return (
-            f"It came in there, and {before} and all before it are finite: it is in the data, where these reach "
-            f"{module} directly, or in what is computed on the way, between the watched modules."
+            f"It came in there, and {before} is finite, as all before it: it is in the data, where these reach "
+            f"{module} directly, or in what is computed between the watched modules."
         )
     if kind.name == "output" and not place:
         look, why = [f"the weights and the arithmetic of {module}", "this batch and what loads it"], ""
         if of_rows is not False:
             look.reverse()
         if of_rows is not None:
-            why = " All its channels hold as many: a batch does that in which some values are not finite."
-            why = why if of_rows else " Some of its channels are finite: weights do that which are not."
+            why = "; some of its channels are finite, which points to the weights"
+            if of_rows:
+                why = "; all its channels hold equally many, which points to the batch"
         elif clean == step.number - 1 and any(
             name.startswith(f"{module}.") and tensor == "param" for name, tensor in step.sites
         ):
-            why = f" Its weights were finite after step {clean}."
+            why = f"; its weights were finite after step {clean}"
         return (
-            "It began in forward, in the first module that is watched, whose input is not: it is in the batch, or "
-            f"begins here. Look at {look[0]}, then at {look[1]}.{why} "
-            'tensors=("input", "output", ...) tells these apart.'
+            'It began in forward, in the first watched module or in its input, which only tensors=("input", ...) '
+            f"watches: check {look[0]}, then {look[1]}{why}."
         )
     if kind.name == "output" and of_rows:
         return (
-            f"It began in forward, after {before}, which is finite: {rows} of it do, in all channels alike, and "
-            f"weights cannot do that. Look at what is computed between the two, such as a division, a logarithm or a "
-            f"root, or at the arithmetic of {module}, and at these rows."
+            f"It began in forward, after {before}, which is finite: in {rows} all channels hold it, which "
+            "weights cannot cause. Check what is computed between the two, such as a division, a logarithm or a root, "
+            f"the arithmetic of {module}, and these rows."
         )
     if kind.name == "output":
         return (
-            f"It began in forward, after {before}, which is finite: look at the weights and the arithmetic of {module}."
+            f"It began in forward, after {before}, which is finite: check the weights and the arithmetic of {module}."
         )
     if kind.is_gradient:
         return (
-            "It began in backward, all outputs are finite: look at what follows it in forward, up to the loss, for a "
-            "square root or a division at 0."
+            "It began in backward, where all outputs are finite: check what follows it in forward, up to the loss, "
+            "for a square root or a division at 0."
         )
     if kind.of == "buffer":
-        return "It began in the buffer, outputs and gradients are finite: look at how the model updates it."
-    return "It began in the optimizer, outputs and gradients are finite: look at its state and its settings."
+        return "It began in the buffer; outputs and gradients are finite: check how the model updates it."
+    return "It began in the optimizer; outputs and gradients are finite: check its state and its settings."
 
 
 def _rows(step: Step, site: int) -> tuple[str, bool | None]:

@@ -46,12 +46,15 @@ def optimizer_formula(step: Step, memory: Memory, factor: float = 1.5, consecuti
     far = np.where(is_all, mean, far)
 
     def say(site: int, since: int) -> str:
-        at = "all sampled elements" if is_all[site] else "one sampled element at least"
-        size = f"by {number(far[site])} times what the optimizer's formula says" if far[site] else "not at all"
+        at = "all sampled elements" if is_all[site] else "at least one sampled element"
+        size = (
+            f"changes by {number(far[site])} times what the optimizer's formula says"
+            if far[site]
+            else "does not change"
+        )
         return (
-            f"the parameter {step.sites[site].name} is changed {size}, at {at}, in each "
-            f"measured step since step {since}. Look at what changes gradients, states or parameters while it steps, "
-            "and at shards that are not stepped."
+            f"the parameter {step.sites[site].name} {size} in {at}, since step {since}. Check what changes gradients, "
+            "states or parameters while it steps, and shards that are not stepped."
         )
 
     def severity(site: int) -> str:
@@ -78,7 +81,7 @@ def _judge_resumed(step: Step, memory: Memory, factor: float) -> list[Ill]:
     def say(site: None, since: int) -> str:
         return (
             f"the learning rate is {number(rates[name])} since the run was resumed, and was {number(before[name])} "
-            f"before ({name}{f', and {others}' if len(changed) > 1 else ''}). Look at whether the states of the "
+            f"before ({name}{f', and {others}' if len(changed) > 1 else ''}). Check whether the states of the "
             "optimizer and of its schedule were loaded."
         )
 
@@ -105,9 +108,9 @@ def lost_moments(step: Step, memory: Memory, equal: float = 0.98, consecutive_st
     size = np.divide(totals.l1_norm, moved * totals.abs_max, out=np.zeros(len(moved)), where=judged)
     alike, many = judged & (size >= equal), int(np.count_nonzero(judged))
     say = (
-        "all values of {names} move by one amount in each measured step since step {since}: an update is the learning "
-        "rate times the sign of the gradient, as in the first step of Adam. An optimizer that is made anew in each "
-        "step, or whose state is lost, does that: make it once, before the loop. Right for Lion and signSGD."
+        "all values of {names} change by one amount, since step {since}: each update is the learning rate times the "
+        "sign of the gradient, as in Adam's first step. An optimizer that is made anew in each step, or loses its "
+        "state, does that: make it once, before the loop. This is right for Lion and signSGD."
     )
     sites = np.flatnonzero(alike).tolist()
     ill = many > 0 and 3 * len(sites) >= 2 * many

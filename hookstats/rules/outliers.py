@@ -32,8 +32,8 @@ def massive_activations(step: Step, value: float = 100.0, ratio: float = 1000.0,
     ratios = _divide_by_median(step, judged & (largest > value))
     text = (
         "{tensor} reaches {largest}, {value} times its median. Trained language models have such values, at tokens "
-        "that attention rests on; if they grow, lower the learning rate. Quantised to 8 bits, all other values of it "
-        "are lost."
+        "that draw much attention; if they grow, lower the learning rate. Quantised to 8 bits, the tensor loses all "
+        "other values."
     )
     words = {"largest": largest}
     return Ill(ratios > ratio, text, ratios, ratio, "note", judged, consecutive_steps, words=words)
@@ -100,13 +100,13 @@ def outlier_channels(
 
     def which(site: int) -> str:
         beyond, stay = int((ratios[site] > ratio).sum()), len(staying[site])
-        same = "the same" if stay == beyond else f"{stay:,} of them"
-        return f"{times(beyond, 'channel')} {'is' if beyond == 1 else 'are'} beyond {number(ratio)} times, {same}"
+        same = "the same" if stay == beyond else f"{stay:,} of them the same"
+        return f"{times(beyond, 'channel')} exceed{'s' if beyond == 1 else ''} {number(ratio)} times, {same}"
 
     text = (
         "channel {worst} of {tensor} reaches {reached}, {value} times the median channel; {which} since step {since}. "
-        "Look at the weights that make it, and whether weight decay reaches them; in float8 or int8 this output needs "
-        "a scale per channel."
+        "Check the weights that make it, and whether weight decay reaches them; in float8 or int8 this output needs a "
+        "scale per channel."
     )
     words = {
         "worst": lambda site: str(ratios[site].argmax()),

@@ -172,13 +172,15 @@ def low_precision_fit(
             place = int(np.flatnonzero(ids == worst)[0])
             sites = [worst, *(site for site in sites if site != worst)]
             it = "this layer" if len(sites) == 1 else "these layers"
-            others = f" The same holds for {len(sites) - 1} more of the {several}." if len(sites) > 1 else ""
+            others = f"; so do {len(sites) - 1} more of the {several}" if len(sites) > 1 else ""
             if numbers is reached:
-                text = "{tensor} reaches {value}, beyond float16's 65504: in float16 it would be infinite.{others} "
-                text += "Keep {it} in bfloat16 or float32."
+                text = (
+                    "{tensor} reaches {value}, beyond float16's largest number, 65504{others}. In float16 it would be "
+                )
+                text += "infinite: keep {it} in bfloat16 or float32."
             else:
-                text = "a cast to a lower precision, at the best scale, would turn values of {tensor} into 0: {losses}."
-                text += "{blocks}{others} Leave {it} out where you quantise, or give a scale per channel or block."
+                text = "a cast to a lower precision, at the best scale, would turn values of {tensor} into 0: {losses}"
+                text += "{others}. {blocks}Leave {it} out where you quantise, or give a scale per channel or block."
             losses = (
                 f"{percent(share[place])} in {name} (scale 2^{best[place]})"
                 for name, (best, share) in fits.items()
@@ -203,4 +205,4 @@ def _with_blocks(step: Step, site: int) -> str:
             error = f" ± {percent(each.standard_error)}" if each.standard_error else ""
             told.append(f"{least if each.lost[0] == each.lost[1] else f'{least} to {most}'}{error} in {name}")
     along = "last dimension" if step.bins.block_dim == -1 else "other dimensions"
-    return f" With a scale for each block of {step.bins.block} along the {along}: {', '.join(told)}." if told else ""
+    return f"With a scale for each block of {step.bins.block} along the {along}: {', '.join(told)}. " if told else ""

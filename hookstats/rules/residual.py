@@ -48,8 +48,8 @@ def residual_drift(step: Step, ratio: float = 100.0, consecutive_steps: int = 5,
 
     text = (
         "the stream through {path} {changes} {times} times from its first block to the last, most of all in {most}. "
-        "Scale down what a block adds (initial weights by the root of the depth, a norm behind the block), or look "
-        "for a missing norm."
+        "Scale down what a block adds (initial weights divided by the root of the depth, a norm after the block), or "
+        "look for a missing norm."
     )
     words = {
         "path": lambda site: paths[site] or "the model",

@@ -126,13 +126,15 @@ def _judge_jump(
     first = max(memory["firsts"])
     is_ill = has_moved or (has_moved is None and value > first)
     if has_moved:
-        text += "The outputs of the model changed with it: look at this batch, and at the learning rate and the "
-        text += "weights; if it stays up, go back to a checkpoint before it."
+        text += "The outputs of the model changed with it: check this batch, the learning rate and the weights; if it "
+        text += "stays up, go back to a checkpoint before it."
     elif is_ill:
-        text += "The first steps had at most {first}: look at this batch; if it stays up, go back to a checkpoint "
-        text += "before it, and lower the learning rate or clip gradients."
+        text += (
+            "The first steps had at most {first}: check this batch; if it stays up, go back to a checkpoint before it, "
+        )
+        text += "and lower the learning rate or clip gradients."
     else:
-        text += "Where the data, the task or the target changed in this step, nothing needs to be wrong."
+        text += "If the data, the task or the target changed in this step, nothing is wrong."
     memory["jump"] = _Jump(at, level, limit, value, bool(has_moved))
     words = {"level": level, "first": first}
     return Ill(True, text, value, limit, "warning" if is_ill else "note", since=since, at=at, words=words)
@@ -151,17 +153,15 @@ def _judge_jump_end(memory: Memory, at: int, value: float, in_logs: bool, consec
     memory["jump"] = None
     words = {"level": level, "count": times(count, "step")}
     if came_back and in_logs and peak > _BAD_DATA * first and last[-1] > peak / 2:
-        text = "the {scalar} jumped to {value}, from {level}, and came back after {count}: look at the data of step "
+        text = "the {scalar} jumped to {value}, from {level}, and came back after {count}: check the data of step "
         text += "{since}; if it happens again, clip gradients, or leave such batches out."
         return Ill(True, text, peak, limit, at=began, words=words)
     if not came_back and has_moved and min([*last, value][-consecutive_steps:]) > first:
         text = (
-            "training diverges: the {scalar} jumped in step {since} and the outputs of the model changed with it; it "
+            "training diverges: the {scalar} jumped in step {since} together with the outputs of the model; it is "
+            "{value} after {count}, where the first steps had at most {threshold}. Go back to a checkpoint before step "
+            "{since}, and "
         )
-        text += (
-            "is {value} after {count}, where the first steps had at most {threshold}. Go back to a checkpoint before "
-        )
-        text += "step {since}, and "
         return Ill(True, text + _ADVICE, value, first, "critical", since=began, at=at, words=words)
     return None
 
@@ -236,7 +236,7 @@ def gradient_norm_spike(
         begins = int(np.diff(np.array([False, *spikes]).astype(int)).clip(0).sum()) if spikes[-1] else 0
     past.push(value, limit)
     text = (
-        "the norm of the gradients jumped to {value}, from {level} in the measured steps before. Look at this batch; "
+        "the norm of the gradients jumped to {value}, from {level} in the measured steps before. Check this batch; "
         "clip gradients, or lower the learning rate, before the loss follows."
     )
     return Ill(value > limit, text, value, limit, "warning" if begins >= many else "note", words={"level": level})

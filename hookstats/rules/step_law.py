@@ -46,13 +46,13 @@ def outside_write(step: Step, memory: Memory, most_steps: int = 3) -> Ill | None
         if share[site]:
             size = f"by {number(100 * share[site])} % of its rms"
         sentence = (
-            f"something else than an optimizer changed the parameter {step.sites[site].name} {size}"
+            f"something other than an optimizer changed the parameter {step.sites[site].name} {size}"
             + (f", and {times(others, 'other')}," if others else "")
             + f" between its step {last} and the next one. Look for averaged weights (EMA) that were put in and not "
-            "put back, a checkpoint that was loaded, a second optimizer."
+            "put back, a checkpoint that was loaded, or a second optimizer."
         )
         if memory["looks"] > most_steps:
-            sentence += " It is so each time that is looked at: right where weights are clamped or averaged by design."
+            sentence += " This happens each time: it is right where weights are clamped or averaged by design."
         return sentence
 
     return Ill(where, say, share, 0.0, "warning" if memory["looks"] <= most_steps else "note", since=last)

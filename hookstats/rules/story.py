@@ -176,7 +176,7 @@ def _raise_severity(chapter: Chapter) -> Chapter:
     if rank(worst.severity) <= rank(finding.severity):
         return chapter
     sentences = [each for each in re.split(r"(?<=\.) ", finding.sentence) if not _REASSURES.search(each)]
-    sentences.append(f"What followed is {worst.severity}: {worst.rule} in step {worst.step}.")
+    sentences.append(f"It led to {worst.rule} in step {worst.step}, which is {worst.severity}.")
     return Chapter(replace(finding, severity=worst.severity, sentence=" ".join(sentences)), chapter.effects)
 
 
@@ -222,7 +222,7 @@ def head(findings: Iterable[Finding], loss: tuple[int, float] | None = None) -> 
     grave = [each for each in chapters if _rank_severity(each) > 0]
     notes = len(chapters) - len(grave)
     if not grave:
-        said = f"{times(notes, 'note')} {'is' if notes == 1 else 'are'} good to know" if notes else ""
+        said = times(notes, "note") if notes else ""
         return [f"No rule found anything wrong{'; ' + said if said else ''}."]
     sentences = []
     for chapter in grave[:3]:
@@ -236,11 +236,9 @@ def head(findings: Iterable[Finding], loss: tuple[int, float] | None = None) -> 
         first = re.sub(rf" (since|of) step {finding.since}\b", "", _first_sentence(finding.sentence), count=1)
         sentences.append(f"{since}: {first}{_say_consequences(chapter.effects)}.")
     if len(grave) > 3:
-        sentences.append(f"{times(len(grave) - 3, 'other problem')} {'is' if len(grave) == 4 else 'are'} told below.")
+        sentences.append(f"{times(len(grave) - 3, 'other problem')} {'is' if len(grave) == 4 else 'are'} listed below.")
     if notes:
-        sentences.append(
-            f"{times(notes, 'note')} {'is' if notes == 1 else 'are'} good to know; nothing is wrong there."
-        )
+        sentences.append(f"{times(notes, 'note')}: nothing is wrong there.")
     return sentences
 
 

@@ -66,9 +66,9 @@ def unscaled_targets(step: Step, memory: Memory, size: float = 100.0, consecutiv
         return None
     ratio = found.error / max(float(step.totals.rms[found.site]), 1e-30)
     text = (
-        "{tensor} is off by {value}, more than {threshold} times its own size, in each measured step since step "
-        "{since}: the targets, of which the mean is {mean}, are not scaled. Subtract their mean and divide by their "
-        "standard deviation, or it takes the model very long to come near them."
+        "{tensor} is off by {value}, more than {threshold} times its own size, since step {since}: the targets, with "
+        "a mean of {mean}, are not scaled. Subtract their mean and divide by their standard deviation, or the model "
+        "needs very long to reach them."
     )
     is_ill = found.error > size and ratio > size and not has_fallen(memory, 0.5)
     return Ill(is_ill, text, found.error, size, steps=consecutive_steps, site=found.site, words={"mean": found.mean})
@@ -105,7 +105,7 @@ def unreachable_targets(step: Step, share: float = 0.01, consecutive_steps: int 
     is_ill = max(below, above) > near * found.error and not step.once(has_weights)[site]
     side, end, target = ("below", ends[0], found.lowest) if below > above else ("above", ends[1], found.highest)
     text = (
-        "{tensor} never comes {side} {threshold}, and its targets do: one is {value} or beyond, in each measured step "
-        "since step {since}. Leave out the activation before the loss, or scale the targets to where it ends."
+        "{tensor} never goes {side} {threshold}, but its targets do: one is {value} or beyond, since step {since}. "
+        "Remove the activation before the loss, or scale the targets to its range."
     )
     return Ill(bool(is_ill), text, target, end, steps=consecutive_steps, site=site, words={"side": side})

@@ -78,7 +78,7 @@ def update_ratio(
         if is_note:
             text += ". The loss has not suffered, so nothing needs to be done; about 0.001 is usual later on."
         else:
-            text += f", and the loss {'went up' if is_whole else 'does not come down'}" if losses else ""
+            text += f", and the loss {'went up' if is_whole else 'does not fall'}" if losses else ""
             text += ". About 0.001 is usual. Lower its learning rate, or warm it up longer."
         began, threshold = (at, whole) if is_whole else (int(streak.since[site]), ratio)
         severity = "note" if is_note else "warning"
@@ -157,13 +157,13 @@ def tiny_updates(
         grows = middle(rising[-third:]) > 1.5 * middle(rising[:third])
         is_small = not (grows or is_lost) and has_fallen(memory) is False
     small = (
-        "a step changes no weight by more than {value} of its size, as none has since step {since}, and the loss does "
-        "not come down. About 0.001 is usual: look at the learning rate, and at what clips or divides the gradients."
+        "no step has changed a weight by more than {value} of its size since step {since}, and the loss does not "
+        "fall. About 0.001 is usual: check the learning rate, and what clips or divides the gradients."
     )
     ended = (
-        "the updates have come to {value} of what they were since step {since}, and the gradients have not: the "
-        "learning rate is next to nothing, and nothing more is learned. Look at the schedule: one that counts epochs "
-        "must not be stepped at each batch."
+        "the updates have fallen to {value} of what they were since step {since}, and the gradients have not: the "
+        "learning rate is almost 0, and the model no longer learns. Check the schedule: one that counts epochs must "
+        "not be stepped at each batch."
     )
     found = list[Ill]()
     severity = "note" if has_fallen(memory, 0.5) else "warning"

@@ -92,7 +92,7 @@ def test_gradients_that_are_averaged_twice_are_named_with_the_step(
 ) -> None:
     (finding,) = found[kinds, case]
     assert (finding.severity, finding.site, finding.since, finding.step) == ("critical", None, since, since + 1)
-    assert "are 1/3 of the mean over 3 ranks of what these have brought" in finding.sentence
+    assert "are 1/3 of the mean over 3 ranks of what these contributed" in finding.sentence
 
 
 @pytest.mark.parametrize("kinds", [SUMS, ELEMENTS, SUMS + ELEMENTS], ids=["sums", "elements", "both"])
@@ -112,7 +112,7 @@ def test_a_layer_that_fewer_ranks_share_is_told_with_what_it_may_be(found: Found
     for finding in found[kinds, "one not shared"]:
         assert (finding.severity, finding.step) == ("critical", 1)
         assert finding.site.name.startswith("down")
-        assert "fewer ranks share it, as experts" in finding.sentence
+        assert "fewer ranks share it, as with experts" in finding.sentence
     assert found[kinds, "one not shared"]
 
 
@@ -120,4 +120,4 @@ def test_elements_tell_what_the_sums_of_channels_do_not(found: Found) -> None:
     (finding,) = found[SUMS + ELEMENTS, "turned"]
     assert (finding.site.name, finding.since) == ("down.weight", BREAKS)
     assert "sampled elements" in finding.sentence
-    assert "is not the mean of what 3 ranks have brought" in finding.sentence
+    assert "is neither the mean of what 3 ranks contributed" in finding.sentence

@@ -52,7 +52,7 @@ def found() -> Any:
 def test_ranks_that_draw_the_same_are_told_so(found: Any, case: str) -> None:
     (note,) = found[case]
     assert (note.rule, note.severity, note.step) == ("same-data", "note", 9)
-    assert "all 2 ranks have been given the same data, to the bit, in each measured step since step 0" in note.sentence
+    assert "all 2 ranks have been given the same data, to the bit, since step 0" in note.sentence
 
 
 @pytest.mark.parametrize("case", ["own batches", "own ids", "one batch is another", "inputs of one value"])

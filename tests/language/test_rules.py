@@ -33,7 +33,7 @@ def test_a_learning_rate_of_queries_and_keys_that_spikes_drives_logits_beyond_10
     assert found.severity == "warning"
     assert found.site[1] == "attention.max_logit"
     assert "in head" in found.sentence
-    assert "are beyond" in found.sentence
+    assert "heads above 100" in found.sentence
     assert name_finding(findings, "attention-entropy")
 
 

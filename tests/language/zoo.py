@@ -1,6 +1,6 @@
 """Small causal language models of transformers with random weights, of many types; and what hookstats finds in them.
 
-python -m tests.language.zoo    # the table of docs/language_models.md
+python -m tests.language.zoo    # the table
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ FACTORS = {
     "microbatches_that_are_added_up": (4.0, "divide each loss by 4"),
     "losses_that_are_divided_by_tokens_twice": (1 / 96, "over the number of tokens"),
     "losses_that_are_divided_by_microbatches_twice": (0.25, "over the number of microbatches"),
-    "losses_times_1.2": (1.2, "Look at what multiplies"),
+    "losses_times_1.2": (1.2, "Check what multiplies"),
 }
 PADDED = {"losses_that_are_summed": 68.0, "losses_that_are_divided_by_tokens_twice": 0.014968}  # a mean of quotients
 
@@ -181,7 +181,7 @@ def test_what_a_size_alone_tells_of_a_denominator() -> None:
     (found,) = judged(snapshots(times(1 / 96), **BY_NORM))
     assert (found.severity, found.step) == ("warning", 1)
     assert found.value == pytest.approx(1 - 1 / CLASSES, rel=0.02)  # 1 - p, where all classes are as likely
-    assert "divided by something twice" in found.sentence
+    assert "omething divides it twice" in found.sentence
     several = BY_NORM | {"lengths": (12,) * 4}
     assert judged(snapshots(times(1), **several)) == []  # a norm of 2 is allowed for each
     assert judged(snapshots(times(96), **several))[0].value == pytest.approx(93, rel=0.02)

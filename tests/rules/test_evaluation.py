@@ -59,10 +59,7 @@ def test_a_model_that_was_not_put_back_is_named_since_the_next_measured_step(eve
 
     (found,) = findings(validate, every)
     assert (found.rule, found.severity, found.step) == ("evaluation-mode", "warning", said)
-    assert (
-        f"the model has been in evaluation mode since step {12 if every == 4 else 10}, and is trained so"
-        in found.sentence
-    )
+    assert f"the model has been trained in evaluation mode since step {12 if every == 4 else 10}" in found.sentence
     assert "Call model.train() after a validation" in found.sentence
 
 

@@ -88,7 +88,7 @@ def test_where_all_gradients_are_clipped_a_layer_is_held_against_the_others() ->
         each.register_hook(lambda gradient: 0.03 * gradient)
     (found,) = judged(ill, before=times(ill, "5", 8.0, since=20))
     assert (found.site, found.since, found.value) == (("5.bias", "param_grad"), 20, pytest.approx(8.0, rel=1e-3))
-    assert "over the sum of its output's gradient, is 8 times what it is in 4 other layers" in found.sentence
+    assert "divided by the sum of its output's gradient, is 8 times what it is in 4 other layers" in found.sentence
 
 
 def test_what_is_so_from_the_start_is_found_too_and_may_be_declared() -> None:
@@ -96,7 +96,7 @@ def test_what_is_so_from_the_start_is_found_too_and_may_be_declared() -> None:
     (found,) = judged(ill, before=times(ill, "3", 3.0))
     assert (found.site, found.severity, found.step) == (("3.bias", "param_grad"), "critical", 1)
     assert "It has been so from the start" in found.sentence
-    assert 'declare it: Options(laws={"bias": False})' in found.sentence
+    assert 'declare it by Options(laws={"bias": False})' in found.sentence
 
 
 class Residual(nn.Module):
@@ -162,7 +162,7 @@ def test_channels_without_a_common_factor_are_a_warning() -> None:
 
     (found,) = judged(ill, before=in_channels(ill, "5.bias", change))
     assert (found.site, found.severity, found.step) == (("5.bias", "param_grad"), "warning", 24)
-    assert "is not the sum of its output's gradient, nor a multiple of it, since step 20" in found.sentence
+    assert "is neither the sum of its output's gradient nor a multiple of it, since step 20" in found.sentence
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -74,15 +74,15 @@ def test_nan_in_the_data_is_said_to_be_in_the_data_where_the_input_is_watched() 
     (found,) = trained(bad_at(13, 3, 7), tensors=("input", "output", "grad_output"))
     assert (found.step, found.site, found.severity) == (13, Site("0", "input"), "critical")
     assert "1 of 256 values of the input of 0 are NaN, the first in this step; " in found.sentence
-    assert ". The data hold it: nothing of the model has run before." in found.sentence
-    assert "Look at this batch, at what loads and prepares it" in found.sentence
+    assert ". It is in the data, because no layer has run yet." in found.sentence
+    assert "Check this batch and what loads and prepares it" in found.sentence
     assert "weights" not in found.sentence
 
 
 def test_nan_behind_a_finite_input_is_the_layers_own() -> None:
     (found,) = trained(clean, poison, tensors=("input", "output", "grad_output"))
     assert (found.step, found.site) == (13, Site("0", "output"))
-    assert "after the input of 0, which is finite: look at the weights and the arithmetic of 0" in found.sentence
+    assert "after the input of 0, which is finite: check the weights and the arithmetic of 0" in found.sentence
 
 
 def test_an_input_in_the_middle_may_come_from_the_data_or_from_what_nobody_watched() -> None:
@@ -90,20 +90,20 @@ def test_an_input_in_the_middle_may_come_from_the_data_or_from_what_nobody_watch
     given = {("a", "output"): ok, ("b", "input"): bad, ("b", "output"): bad}
     (found,) = judge([step_of(0, given)], [nonfinite])
     assert found.site == Site("b", "input")
-    assert "the output of a and all before it are finite" in found.sentence
-    assert "in the data, where these reach b directly, or in what is computed on the way" in found.sentence
+    assert "the output of a is finite, as all before it" in found.sentence
+    assert "in the data, where these reach b directly, or in what is computed between" in found.sentence
 
 
 def test_where_the_input_is_not_watched_the_batch_comes_first_if_whole_rows_are_bad_and_else_the_weights() -> None:
     (by_data,) = trained(bad_at(13, 3, 7), tensors=THREE_KINDS)
     (by_weight,) = trained(clean, poison, tensors=THREE_KINDS)
     assert by_data.site == by_weight.site == Site("0", "output")
-    assert "Look at this batch and what loads it, then at the weights and the arithmetic of 0." in by_data.sentence
-    assert "All its channels hold as many" in by_data.sentence
-    assert "Look at the weights and the arithmetic of 0, then at this batch" in by_weight.sentence
-    assert "Some of its channels are finite" in by_weight.sentence
+    assert "check this batch and what loads it, then the weights and the arithmetic of 0;" in by_data.sentence
+    assert "all its channels hold equally many" in by_data.sentence
+    assert "check the weights and the arithmetic of 0, then this batch" in by_weight.sentence
+    assert "some of its channels are finite" in by_weight.sentence
     for found in (by_data, by_weight):
-        assert 'tensors=("input", "output", ...) tells these apart' in found.sentence
+        assert 'which only tensors=("input", ...) watches' in found.sentence
 
 
 def test_weights_that_were_finite_a_step_before_are_said_to_have_been() -> None:
@@ -111,8 +111,8 @@ def test_weights_that_were_finite_a_step_before_are_said_to_have_been() -> None:
         return torch.full((32, 8), math.nan) if step == 13 else torch.randn(32, 8)
 
     (found,) = trained(all_bad, tensors=("output", "param"))
-    assert "Look at this batch and what loads it" in found.sentence
-    assert "Its weights were finite after step 12." in found.sentence
+    assert "check this batch and what loads it" in found.sentence
+    assert "its weights were finite after step 12." in found.sentence
 
 
 def test_what_began_in_a_step_that_was_not_measured_is_said_to_and_not_where() -> None:

@@ -54,22 +54,22 @@ NAMED = [
     ("a_group_whose_learning_rate_becomes_zero", "mlp", "unchanged-parameters", "warning", "changed since step 50"),
     ("bfloat16_weights_whose_updates_are_lost", "mlp", "lost-updates", "warning", "in bfloat16 a change below 1/512"),
     ("a_detach_in_the_forward", "mlp", "missing-gradients", "warning", "ends between model.2 and model.3"),
-    ("weights_that_are_all_zero", "mlp", "dead-channels", "critical", "all of its weights are 0"),
+    ("weights_that_are_all_zero", "mlp", "dead-channels", "critical", "all weights of the module are 0"),
     ("a_batch_a_thousand_times_too_large", "mlp", "input-shift", "warning", "the batch of step 57 is not"),
     ("one_image_a_thousand_times_too_large", "mlp", "input-shift", "warning", "the batch of step 57 is not"),
-    ("a_loader_that_gives_zeros_from_the_middle_on", "mlp", "constant-input", "warning", "one value throughout, 0"),
-    ("images_that_were_not_loaded", "mlp", "constant-input", "warning", "all rows that the model is given"),
-    ("the_same_image_in_every_row", "mlp", "constant-input", "warning", "all rows that the model is given"),
+    ("a_loader_that_gives_zeros_from_the_middle_on", "mlp", "constant-input", "warning", "held a single value, 0"),
+    ("images_that_were_not_loaded", "mlp", "constant-input", "warning", "all rows have had the same values"),
+    ("the_same_image_in_every_row", "mlp", "constant-input", "warning", "all rows have had the same values"),
     ("pixels_from_0_to_255", "mlp", "unscaled-input", "note", "has an rms of"),
-    ("gradients_that_are_never_zeroed_under_adam", "mlp", "growing-gradients", "warning", "nobody zeroes them"),
+    ("gradients_that_are_never_zeroed_under_adam", "mlp", "growing-gradients", "warning", "nothing zeroes them"),
     ("one_layer_whose_gradients_are_never_zeroed", "mlp", "growing-gradients", "warning", "gradients of 2.bias are"),
     ("weight_decay_that_is_too_strong_in_sgd", "mlp", "shrinking-weights", "warning", "stronger than the gradient"),
-    ("a_softmax_before_the_cross_entropy", "mlp", "probabilities-as-logits", "warning", "cannot come below 1.46"),
-    ("a_sigmoid_before_the_cross_entropy", "mlp", "probabilities-as-logits", "warning", "cannot come below 1.46"),
+    ("a_softmax_before_the_cross_entropy", "mlp", "probabilities-as-logits", "warning", "cannot fall below 1.46"),
+    ("a_sigmoid_before_the_cross_entropy", "mlp", "probabilities-as-logits", "warning", "cannot fall below 1.46"),
     ("initial_weights_thirty_times_too_large", "mlp", "initial-loss", "note", "among 10 classes would cost 2.3"),
     ("labels_of_other_rows", "mlp", "no-progress", "note", "nothing has been learned"),
     ("a_layer_that_dies_in_the_middle", "mlp", "dead-channels", "critical", "all channels of the output of 3"),
-    ("a_deep_stack_of_sigmoids", "mlp", "vanishing-gradients", "warning", "they vanish, and what lies there"),
+    ("a_deep_stack_of_sigmoids", "mlp", "vanishing-gradients", "warning", "so the layers there"),
     ("a_deep_stack_without_norms_and_with_large_weights", "mlp", "exploding-gradients", "warning", "gradients grow"),
     ("tanh_that_is_saturated_from_the_start", "tanh", "saturated-channels", "warning", "saturated from the start"),
     ("a_weight_that_becomes_nan", "mlp", "nonfinite", "critical", "It began in forward, after the output of 1"),
@@ -79,58 +79,58 @@ NAMED = [
     ("labels_that_are_all_ignored", "mlp", "unchanged-parameters", "critical", "ignores every label"),
     ("labels_that_are_all_ignored", "gpt", "unchanged-parameters", "critical", "only weight decay changes"),
     ("one_column_against_a_row", "mlp", "broadcast-target", "warning", "output.squeeze(-1)"),
-    ("prices_of_a_hundred_thousand_and_more", "mlp", "unscaled-targets", "warning", "the mean is 5"),
-    ("a_relu_before_targets_of_both_signs", "mlp", "unreachable-targets", "warning", "never comes below 0"),
-    ("a_sigmoid_before_targets_up_to_nine", "mlp", "unreachable-targets", "warning", "never comes above 1"),
-    ("a_tanh_before_targets_down_to_minus_nine", "mlp", "unreachable-targets", "warning", "never comes below -1"),
+    ("prices_of_a_hundred_thousand_and_more", "mlp", "unscaled-targets", "warning", "a mean of 5"),
+    ("a_relu_before_targets_of_both_signs", "mlp", "unreachable-targets", "warning", "never goes below 0"),
+    ("a_sigmoid_before_targets_up_to_nine", "mlp", "unreachable-targets", "warning", "never goes above 1"),
+    ("a_tanh_before_targets_down_to_minus_nine", "mlp", "unreachable-targets", "warning", "never goes below -1"),
     ("a_negative_log_likelihood_of_logits", "cnn", "nll-of-logits", "warning", "Use cross_entropy"),
     ("a_negative_log_likelihood_of_probabilities", "mlp", "nll-of-logits", "warning", "log_softmax"),
     ("data_that_are_sorted_by_class", "mlp", "sorted-data", "warning", "Shuffle them"),
     ("a_class_after_another", "mlp", "sorted-data", "warning", "a single class each, 2 different ones"),
-    ("a_class_that_no_row_has", "mlp", "absent-class", "note", "class 7 of the output of 6 has been the target"),
+    ("a_class_that_no_row_has", "mlp", "absent-class", "note", "class 7 of the output of 6 has not been the target"),
     ("an_end_of_text_that_is_taken_for_padding", "gpt", "absent-class", "note", "must not be the end-of-text token"),
     ("a_posterior_that_collapses", "mlp", "posterior-collapse", "warning", "lower the weight of the KL term"),
-    ("a_mean_over_the_batch", "mlp", "constant-output", "warning", "all rows get one answer"),
+    ("a_mean_over_the_batch", "mlp", "constant-output", "warning", "all rows get the same answer"),
     ("an_input_that_does_not_matter", "mlp", "constant-output", "warning", "inputs that are far too small"),
-    ("weights_that_are_all_equal", "mlp", "equal-channels", "warning", "the weights began with one value"),
+    ("weights_that_are_all_equal", "mlp", "equal-channels", "warning", "the weights started from one value"),
     ("kernels_that_are_all_equal", "cnn", "equal-channels", "warning", "all 16 channels of the output of 0"),
     ("neurons_that_are_cut_off", "mlp", "silent-rows", "note", "of 64 rows of the gradient"),
     (
         "gradients_that_are_clipped_before_they_are_unscaled", "mlp", "clipped-gradients", "warning",
         "scaler.unscale_(optimizer) before clipping",
     ),
-    ("a_critic_whose_gradients_nobody_zeroes", "mlp", "growing-gradients", "warning", "nobody zeroes them"),
-    ("workers_whose_random_generators_are_equal", "mlp", "constant-input", "note", "random generators begin alike"),
+    ("a_critic_whose_gradients_nobody_zeroes", "mlp", "growing-gradients", "warning", "nothing zeroes them"),
+    ("workers_whose_random_generators_are_equal", "mlp", "constant-input", "note", "random generators start alike"),
     ("microbatches_whose_losses_are_added_up", "gpt", "initial-loss", "note", "Divide each loss by 8"),
     ("a_training_that_forgets_all", "tanh", "no-progress", "note", "after 200 steps"),
     (
         "rotary_frequencies_that_nobody_computes", "gpt", "uninitialised-buffer", "warning",
-        "the sample of the buffer inv_freq was never computed",
+        "the sample of the buffer inv_freq was never initialised",
     ),
-    ("batch_norms_without_momentum", "resnet", "still-statistics", "warning", "are 0 and 1 as at the beginning"),
+    ("batch_norms_without_momentum", "resnet", "still-statistics", "warning", "are still 0 and 1"),
     ("a_branch_whose_gate_is_zero", "mlp", "missing-gradients", "warning", "only a gradient that is 0"),
     ("pixels_that_are_divided_by_255_twice", "mlp", "unscaled-input", "note", "scaled twice, or not at all"),
-    ("a_momentum_above_1", "resnet", "runaway-statistics", "warning", "no variance is below 0"),
-    ("batches_of_two_before_a_batch_norm", "mlp", "norm-of-few-values", "warning", "1: normalised over 2 values"),
+    ("a_momentum_above_1", "resnet", "runaway-statistics", "warning", "a variance is never below 0"),
+    ("batches_of_two_before_a_batch_norm", "mlp", "norm-of-few-values", "warning", "1: normalised over only 2 values"),
     ("a_frozen_body_in_training_mode", "resnet", "moving-statistics", "note", "Call eval() on that part"),
-    ("dropouts_that_were_given_the_share_to_keep", "mlp", "heavy-dropout", "note", "a dropout after it leaves 5"),
-    ("a_dropout_after_the_last_layer", "mlp", "heavy-dropout", "warning", "No dropout comes after the last layer"),
-    ("a_tanh_before_the_cross_entropy", "mlp", "probabilities-as-logits", "warning", "cannot come below 0.797"),
+    ("dropouts_that_were_given_the_share_to_keep", "mlp", "heavy-dropout", "note", "a dropout after it keeps only 5"),
+    ("a_dropout_after_the_last_layer", "mlp", "heavy-dropout", "warning", "Remove the dropout after the last layer"),
+    ("a_tanh_before_the_cross_entropy", "mlp", "probabilities-as-logits", "warning", "cannot fall below 0.797"),
     (
         "a_sigmoid_before_a_binary_cross_entropy_of_logits", "mlp", "probabilities-as-logits", "warning",
-        "it cannot come below 0.313",
+        "the loss cannot fall below 0.313",
     ),
-    ("a_bottleneck_of_dropout", "mlp", "heavy-dropout", "note", "not the share that is kept"),
+    ("a_bottleneck_of_dropout", "mlp", "heavy-dropout", "note", "not the share to keep"),
     ("a_critic_that_began_as_a_copy_of_the_other", "mlp", "equal-modules", "warning", "one.0.weight and two.0.weight"),
     ("a_loss_that_is_made_anew", "mlp", "no-gradients", "critical", "torch.tensor(..., requires_grad=True)"),
     ("a_cross_entropy_over_a_single_class", "mlp", "unchanged-parameters", "critical", "has a single class"),
     ("a_layer_that_forward_forgets", "mlp", "missing-gradients", "note", "extra: no forward has called it"),
     ("a_decay_for_each_epoch_that_is_taken_at_each_batch", "tanh", "tiny-updates", "warning", "must not be stepped"),
-    ("a_learning_rate_ten_thousand_times_too_small", "mlp", "tiny-updates", "warning", "changes no weight by more"),
+    ("a_learning_rate_ten_thousand_times_too_small", "mlp", "tiny-updates", "warning", "has changed a weight by more"),
     ("targets_beyond_one_of_a_binary_cross_entropy", "mlp", "impossible-loss", "note", "lie between 0 and 1"),
     ("labels_that_are_not_shifted", "gpt", "impossible-loss", "note", "labels that are not shifted by one"),
-    ("answers_that_the_input_says_nothing_of", "mlp", "no-progress", "note", "after half of them, and stands"),
-    ("pixels_that_are_scaled_in_place", "cnn", "input-shift", "note", "little by little, from"),
+    ("answers_that_the_input_says_nothing_of", "mlp", "no-progress", "note", "after half of them, and has stopped"),
+    ("pixels_that_are_scaled_in_place", "cnn", "input-shift", "note", "has drifted to"),
     ("activations_that_a_norm_hides", "resnet", "runaway-statistics", "warning", "1.norm1.running_mean runs away"),
     ("labels_that_are_divided_and_cut_off", "cnn", "absent-class", "warning", "class 0 of the output of"),
     ("microbatches_each_of_which_is_zeroed", "mlp", "dropped-gradients", "note", "over the 8 forwards of a step"),
@@ -239,8 +239,8 @@ def test_one_row_that_is_not_finite_is_no_matter_of_weights() -> None:
         (found,) = judge(steps, [nonfinite])
         return found.sentence
 
-    assert "1 of 16 rows of it do, in all channels alike, and weights cannot" in told(lambda x: x[3].fill_(torch.nan))
-    assert "look at the weights and the arithmetic of 1" in told(lambda x: x[:, 3].fill_(torch.nan))
+    assert "in 1 of 16 rows all channels hold it, which weights cannot" in told(lambda x: x[3].fill_(torch.nan))
+    assert "check the weights and the arithmetic of 1" in told(lambda x: x[:, 3].fill_(torch.nan))
 
 
 def test_a_fine_tuned_model_is_not_told_that_it_has_learned_nothing_yet() -> None:
@@ -254,7 +254,7 @@ def test_a_fine_tuned_model_is_not_told_that_it_has_learned_nothing_yet() -> Non
         loss.backward()
         monitor.step(loss=loss)
     (found,) = [each for each in judge(snapshots) if each.rule == "initial-loss"]
-    assert "to a pretrained one give labels, tokens and scaling as it had them" in found.sentence
+    assert "for a pretrained one, use the labels, tokens and scaling that it was trained with" in found.sentence
     assert "before it has learned" not in found.sentence
 
 
@@ -270,7 +270,7 @@ def test_a_story_is_as_grave_as_what_followed_and_does_not_say_that_nothing_is_w
     for chapter in story([note, cause, effect]):
         assert chapter.finding.severity == "critical"
         assert "nothing needs to be done" not in chapter.finding.sentence
-        assert "What followed is critical: loss-spike in step 66." in chapter.finding.sentence
+        assert "It led to loss-spike in step 66, which is critical." in chapter.finding.sentence
 
 
 def test_a_loss_that_rises_by_three_percent_is_no_jump() -> None:

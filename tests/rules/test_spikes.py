@@ -88,7 +88,7 @@ def test_a_level_that_is_higher_is_no_divergence_and_one_with_other_outputs_is()
     assert [(each.step, each.severity) for each in found_in(values, moved={})] == [(100, "note")]
     found = found_in(values, moved={100: 3.0})
     assert [(each.step, each.severity) for each in found] == [(100, "warning"), (105, "critical")]
-    assert "jumped in step 100 and the outputs of the model changed with it" in found[1].sentence
+    assert "jumped in step 100 together with the outputs of the model" in found[1].sentence
 
 
 @pytest.mark.parametrize("every", [1, 10])
@@ -113,7 +113,7 @@ def test_losses_of_a_single_bad_batch_are_a_warning_and_those_of_a_new_target_a_
     first = [2.3, 2.3, 2.0, 1.5, 1.0, 0.7, 0.5, 0.4]
     spike = found_in([*first, *before, 6.0, *after], moved={})
     assert [(each.step, each.severity) for each in spike] == [(58, "note"), (58, "warning")]
-    assert "came back after 1 step: look at the data of step 58" in spike[1].sentence
+    assert "came back after 1 step: check the data of step 58" in spike[1].sentence
     new = found_in([*first, *before, *(0.3 + 5.7 * math.exp(-i / 4) for i in range(50))], moved={})
     assert [(each.step, each.severity) for each in new] == [(58, "note")]
 

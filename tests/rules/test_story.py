@@ -126,14 +126,14 @@ def test_a_story_puts_earlier_findings_under_a_cause_that_was_certain_later() ->
 def test_the_head_of_a_run_has_at_most_five_sentences() -> None:
     assert head([]) == ["No rule found anything wrong."]
     note = Finding("low-precision-fit", 0, OUTPUTS[0], 1.0, 1.0, "note", "It would not fit. Leave it out.")
-    assert head([note]) == ["No rule found anything wrong; 1 note is good to know."]
+    assert head([note]) == ["No rule found anything wrong; 1 note."]
     many = [Finding(f"rule{i}", i, None, 1.0, 1.0, "warning", f"Number {i}. Look.") for i in range(1, 8)]
     assert head([note, *many]) == [
         "In step 1: Number 1.",
         "In step 2: Number 2.",
         "In step 3: Number 3.",
-        "4 other problems are told below.",
-        "1 note is good to know; nothing is wrong there.",
+        "4 other problems are listed below.",
+        "1 note: nothing is wrong there.",
     ]
 
 

@@ -167,7 +167,7 @@ def test_what_begins_in_backward_is_said_to() -> None:
         model[0].bias.fill_(0)
     (finding,) = judge(steps(model, [torch.ones(3, 2)] * 2), [nonfinite])
     assert finding.site == Site("0", "grad_output")
-    assert "It began in backward, all outputs are finite" in finding.sentence
+    assert "It began in backward, where all outputs are finite" in finding.sentence
 
 
 def test_a_loss_that_alone_is_not_finite_is_said_to_be() -> None:

@@ -308,4 +308,4 @@ def test_a_mask_of_minus_infinity_is_no_finding_and_a_nan_is(tmp_path: Path) -> 
             monitor.step()
     found = [each for each in hookstats.load(tmp_path).findings if each.rule == "nonfinite"]
     assert [(each.step, each.site) for each in found] == [(2, ("average", "buffer"))]
-    assert "look at how the model updates it" in found[0].sentence
+    assert "check how the model updates it" in found[0].sentence
