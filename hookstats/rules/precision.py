@@ -172,7 +172,7 @@ def low_precision_fit(
             place = int(np.flatnonzero(ids == worst)[0])
             sites = [worst, *(site for site in sites if site != worst)]
             it = "this layer" if len(sites) == 1 else "these layers"
-            others = f"; so do {len(sites) - 1} more of the {several}" if len(sites) > 1 else ""
+            others = f"; the same holds for {len(sites) - 1} more of the {several}" if len(sites) > 1 else ""
             if numbers is reached:
                 text = (
                     "{tensor} reaches {value}, beyond float16's largest number, 65504{others}. In float16 it would be "

@@ -125,7 +125,7 @@ def _times(count: int, what: str) -> str:
 def table(results: dict[str, dict[str, Any]]) -> str:
     """In Markdown."""
     lines = [
-        "| trainer | version | lines added | seconds without, with | measured steps, sites | weights | told |",
+        "| trainer | version | lines added | seconds without, with | measured steps, sites | weights | reported |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, each in results.items():

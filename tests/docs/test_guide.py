@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,25 +33,10 @@ SECTIONS = sections()
 
 
 @pytest.mark.parametrize("title", [title for title in SECTIONS if title])
-def test_the_guides_code_does_what_it_says(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guides_code_does_what_it_says(title: str) -> None:
     blocks = SECTIONS[""] + SECTIONS[title]
     assert len(blocks) > 1, "a section without code"
-    if any("examples.digits" in code for code in blocks):
-        for name in ("matplotlib", "sklearn", "tqdm"):
-            pytest.importorskip(name)
-    monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "__main__"}
     with torch.random.fork_rng():
         for code in blocks:
             exec(compile(code, str(GUIDE), "exec"), names)
-    for picture in tmp_path.glob("*.png"):
-        assert (GUIDE.parent / picture.name).exists()
-        assert picture.stat().st_size < 150_000
-
-
-def test_every_line_of_contents_has_its_section() -> None:
-    text = GUIDE.read_text()
-    anchors = [re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in SECTIONS if title]
-    assert re.findall(r"\]\(#([^)]+)\)", text) == anchors
-    for path in re.findall(r"\]\(([^)#]+\.png)\)", text):
-        assert (GUIDE.parent / path).exists(), path

@@ -46,7 +46,6 @@ NAMES = (
     "report",
     "sinks",
     "commands",
-    "clients",
     "recipes/spike",
     "recipes/nan",
     "recipes/mup",
