@@ -214,26 +214,30 @@ def main() -> None:
         print(f"... and {len(last) - 10} more: outputs, their gradients, parameters, their gradients and updates")
         seconds = seconds_per_step(trainer, monitor)
         bare = seconds["bare"]
-        print(f"\na step of this small model takes {1e3 * bare:.2f} ms on {os.cpu_count()} processors;")
-        print(f"{added(seconds['default'], bare)} with hookstats.attach(model), which measures every tenth step;")
-        print(f"{added(seconds['measured'], bare)} as here: every step, a histogram of each channel, recorded, judged")
-        print(f"\nso far the rules have found: {'; '.join(map(str, monitor.check())) or 'nothing'}")
+        print(f"\nwhat it costs: a step of this model takes {1e3 * bare:.2f} ms on {os.cpu_count()} processors, and")
+        print(
+            f"  {added(seconds['default'], bare)} by default, where hookstats.attach(model) measures every tenth step;"
+        )
+        print(
+            f"  {added(seconds['measured'], bare)} as here: every step, a histogram of each channel, recorded, judged"
+        )
+        print(f"\nwhat the rules have found so far: {'; '.join(map(str, monitor.check())) or 'nothing'}")
 
         layer = "conv3"
         with torch.no_grad():
             model.get_submodule(layer).weight[5, 0, 1, 1] = float("nan")  # type: ignore[operator]
         monitor.step(loss=trainer.step())
-        print(f"one weight of {layer} is now NaN. The rules say, one step later:")
+        print(f"Now one weight of {layer} is set to NaN. One step later:")
         found = [finding for finding in monitor.check() if finding.rule == "nonfinite"]
         print("\n".join(map(str, found)))
 
-    path = arguments.output / "digits.png"
+    path, page = arguments.output / "digits.png", arguments.output / "report.html"
     picture(trained, path)
-    print(f"\npicture: {path}")
-    page = arguments.output / "report.html"
     hookstats.report.write(run, page)
-    print(f"record: {run}, {len(hookstats.load(run))} steps, to be read by hookstats.load({str(run)!r})")
-    print(f"report: {page}, to be opened in a browser")
+    print("\nwhere to look:")
+    print(f"  {page}: the report of the run, for a browser")
+    print(f"  {path}: the layers over the steps, as a picture")
+    print(f"  hookstats.load({str(run)!r}): the {len(hookstats.load(run))} recorded steps, in Python")
     if [finding.site for finding in found] != [Site(layer, "output")]:
         sys.exit("hookstats: the demo named the wrong site")
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 _EPILOG = """\
-A RUN is the directory that hookstats.record("runs/a") was given. Exit status: 0; 1 where compare found a difference
-that rounding does not explain, watch a run that died, doctor something to be fixed; 2 for errors, which are one line.
+A RUN is the directory that hookstats.record("runs/a") was given. Exit status: 0; 1 if compare found a difference
+that rounding does not explain, watch followed a run that died, or doctor found something to fix; 2 for an error.
 """
 
 
@@ -212,7 +212,7 @@ _COMMANDS = [
     ),
     (
         _compare,
-        "say where two runs part by more than rounding explains",
+        "find where two runs differ by more than rounding explains",
         "Prints nothing where they are equal.",
         [
             _RUN,
@@ -225,7 +225,7 @@ _COMMANDS = [
     ),
     (
         _identities,
-        "print which sums of a run's gradients must be equal",
+        "print which sums of a run's gradients must be equal in each step",
         "Those that were proved of its model.",
         [_RUN, _RANK],
     ),
@@ -247,7 +247,7 @@ _COMMANDS = [
     ),
     (
         _serve,
-        "show runs in a browser, also while they grow",
+        "show runs in a browser while they are recorded",
         "DIR is a run, or a directory with runs below it. Reads records, and ends with Ctrl-C.",
         [
             _argument("path", metavar="DIR"),
@@ -256,14 +256,14 @@ _COMMANDS = [
             _argument("--no-token", action="store_true", help="whoever can ask sees all runs"),
         ],
     ),
-    (_recover, "write what is left of a run that was killed together with its writer", "", [_RUN]),
+    (_recover, "save the last steps of a run that was killed together with its writer", "", [_RUN]),
     (
         _rule,
         "explain a rule: what it finds, what else looks like it, what to do",
         "",
         [_argument("name", nargs="?", metavar="NAME", help="as findings have it, dead-channels; without, all names")],
     ),
-    (_doctor, "say what is installed, what is missing, and the command that fixes it", "", []),
+    (_doctor, "check the installation, and print the commands that fix it", "", []),
 ]
 
 

@@ -53,14 +53,14 @@ def _load() -> tuple[Any, str]:
         f"torch {torch.__version__} and Python {platform.python_version()}",
     )
     if path is None:
-        why = f"none for {here}" + (f", but for torch {', '.join(glues)}" if glues else "")
+        why = f"no compiled hook for {here}" + (f", only for torch {', '.join(glues)}" if glues else "")
     else:
         try:
             return _glue(path), ""
         except ImportError as error:  # a torch between two releases, or one that was built in another way
-            why = f"one for {here} that does not load ({(str(error).splitlines() or [''])[0]})"
+            why = f"a compiled hook for {here} that does not load ({(str(error).splitlines() or [''])[0]})"
     loaded = _in_python()
-    warn(f"there is {why}. hookstats measures without, which is slower. A build beside this torch has it: {_REBUILD}")
+    warn(f"there is {why}. hookstats measures the same without it, but more slowly. To build it: {_REBUILD}")
     return loaded, f"there is {why}"
 
 

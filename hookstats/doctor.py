@@ -105,7 +105,7 @@ def _build() -> Line:
     kernels = f"for GPUs {', '.join(built['architectures'])}" if built["architectures"] else "for the CPU alone"
     if built["without_glue"]:
         asked = built["without_glue"].startswith("HOOKSTATS_GLUE")
-        slower = f"{built['without_glue']}: it measures without, which is slower; {kernels}"
+        slower = f"{built['without_glue']}: hookstats measures the same without it, but more slowly; {kernels}"
         return Line("ok" if asked else "fix", "extension", slower, "" if asked else _install(_REBUILD))
     others = [each for each in built["glues"] if not built["torch"].startswith(f"{each}.")]
     beside = f" (there is glue for {', '.join(others)}, too)" if others else ""

@@ -268,7 +268,7 @@ class Delivery:
             self._binder.warn_once(
                 "evaluation",
                 f"in {_SILENT_STEPS} measured steps nothing came from {len(silent)} sites: the model is in evaluation "
-                "mode, which is left out: call model.train(), or attach with "
+                "mode, which is not measured: call model.train(), or attach with "
                 "options=hookstats.Options(training_only=False)",
             )
         elif silent:
@@ -292,8 +292,8 @@ class Delivery:
         if self._evaluated == _SILENT_STEPS and any(is_of_module(site.tensor) for site in self._fired):
             self._binder.warn_once(
                 "evaluation",
-                f"since step {self._evaluated_since} the model has been in evaluation mode, which is left out: after a "
-                "validation call model.train(); if it is to train so, attach with "
+                f"since step {self._evaluated_since} the model has been in evaluation mode, which is not measured: "
+                "after a validation call model.train(); if it is to train so, attach with "
                 "options=hookstats.Options(training_only=False)",
             )
 

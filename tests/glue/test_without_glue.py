@@ -99,8 +99,8 @@ def test_a_torch_that_no_glue_is_for_is_measured_beside_and_told_in_one_line(run
     done = run(MEASURE, tmp_path)
     assert done.out == "5.0\n", done.err
     (told,) = [line for line in done.err.splitlines() if "hookstats: " in line]
-    assert f"there is none for torch {torch.__version__} and Python 3." in told
-    assert "but for torch 2.1. hookstats measures without, which is slower" in told
+    assert f"there is no compiled hook for torch {torch.__version__} and Python 3." in told
+    assert "only for torch 2.1. hookstats measures the same without it, but more slowly" in told
     assert "--no-build-isolation --force-reinstall" in told
 
 

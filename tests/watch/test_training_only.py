@@ -166,7 +166,7 @@ def test_a_model_that_trains_in_evaluation_mode_is_told_why_nothing_comes() -> N
             model(batch()).sum().backward()
             mon.step()
     (text,) = told
-    assert "the model is in evaluation mode, which is left out: call model.train()" in text
+    assert "the model is in evaluation mode, which is not measured: call model.train()" in text
 
 
 def test_monitors_that_come_and_go_leave_no_finalizers_on_the_model() -> None:
