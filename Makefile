@@ -16,11 +16,11 @@ demo: .venv/.demo       ## trains a small CNN on handwritten digits, every layer
 	$(PY) examples/digits.py
 
 .PHONY: report-example
-report-example: .venv/.demo  ## a small GPT with two illnesses that were put in, and the report of its run
+report-example: .venv/.demo  ## a small GPT with two faults put in, and the report of its run
 	$(PY) docs/report_example.py --output build/example
 
 .PHONY: rule-pictures
-rule-pictures: .venv/.dev  ## a picture of an ill run for each rule (needs Chromium)
+rule-pictures: .venv/.dev  ## a picture of a broken run for each rule (needs Chromium)
 	PYTHONPATH=. $(PY) docs/rules_pictures.py
 
 test: .venv/.dev        ## the whole test suite, one torch thread in each process
@@ -31,17 +31,17 @@ quick: .venv/.dev       ## one pass over every room on the CPU: less than a minu
 
 .PHONY: kernels stress
 ARCH ?= 9.0
-kernels:                ## compiles the CUDA kernels, and holds them to their bounds: make kernels ARCH=all, or ARCH="8.0 9.0"
+kernels:                ## compiles the CUDA kernels, and checks their bounds: make kernels ARCH=all, or ARCH="8.0 9.0"
 	HOOKSTATS_CUDA=1 TORCH_CUDA_ARCH_LIST="$(filter-out all,$(ARCH))" $(MAKE) .venv/.dev
 	$(PY) -m pytest -q -p no:benchmark tests/kernels/test_resources.py tests/kernels/test_instructions.py
 	test "$(ARCH)" != all || $(PY) -m tests.kernels.compiled record
-stress: .venv/.dev      ## the suite beside four processes that only compute, three times: no test may lose a race
+stress: .venv/.dev      ## the suite three times, while four processes compute: finds tests that can lose a race
 	$(PY) -m tests.stress
 
 # In an environment of its own, beside a torchvision that is built for the same torch. It takes 10 GB.
 CLIENTS := build/clients/bin/python
 .PHONY: clients
-clients: build/clients/.made  ## trainers that others wrote, with hookstats and without: the table of docs/clients.md
+clients: build/clients/.made  ## trainers of other packages, with hookstats and without: the table of docs/clients.md
 	$(CLIENTS) -m tests.clients
 build/clients/.made: $(SOURCES) tests/clients/requirements.txt
 	test -x $(CLIENTS) || $(PYTHON) -m venv build/clients
@@ -66,7 +66,7 @@ TORCHES ?= 2.11 2.12 2.13 2.14 2.15
 .PHONY: wheel wheel-test sdist release-check
 wheel: .venv/.dev       ## dist/hookstats-*.whl, with glue for several torches; an environment for each under build/wheel
 	$(PY) -m tests.wheel build $(WHEELS)
-wheel-test: .venv/.dev  ## installs it beside each of them, where no compiler is found, and tries it
+wheel-test: .venv/.dev  ## installs it next to each torch, without a compiler, and tests it
 	$(PY) -m tests.wheel test $(WHEELS)
 
 sdist: .venv/.release   ## dist/hookstats-*.tar.gz, made in an environment of its own, without torch
@@ -101,7 +101,7 @@ bench: .venv/.dev       ## benchmarks on this machine
 # On a machine with an NVIDIA GPU, nvcc and torch >= 2.11: uses $(PYTHON) as it is, and no network. Each of the two takes
 # LIMIT seconds at most, what is worth most first. GPU=harness: a rehearsal without a GPU, PYTHON=.venv/bin/python.
 LIMIT ?= 560
-gpu:                    ## what no other machine tells, then all benchmarks, on an NVIDIA GPU
+gpu:                    ## tests, then benchmarks, that need an NVIDIA GPU
 	status=0; $(MAKE) gpu-first || status=1; $(MAKE) gpu-bench || status=1; exit $$status
 gpu-first gpu-bench: gpu-%:
 	$(PYTHON) benchmarks/gpu.py $* $(LIMIT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 
@@ -39,6 +40,12 @@ def of_ill(name: str, kind: str = "mlp") -> list[Finding]:
 def of_healthy(name: str) -> list[Finding]:
     seeded()
     return judge(HEALTHY[name]().snapshots)
+
+
+def sentences_of(finding: Finding) -> list[str]:
+    """Split what a finding says, without the sentence that lists its other sites."""
+    said = re.split(r"(?<=[.]) (?=[A-Z])", finding.sentence)
+    return [each for each in said if not each.startswith("The same holds at ")]
 
 
 def alarms(found: list[Finding]) -> list[str]:
@@ -145,6 +152,7 @@ def test_a_mistake_is_named(name: str, kind: str, rule: str, severity: str, word
     assert found, [str(each) for each in of_ill(name, kind)]
     assert found[0].severity == severity
     assert words in found[0].sentence
+    assert all(len(sentences_of(each)) <= 3 and each.sentence.endswith(".") for each in of_ill(name, kind))
     assert found[0].step >= illness.began
     places = {site.name for site in found[0].sites}
     assert not illness.where or any(f"{each}.".startswith(f"{place}.") for place in illness.where for each in places)
