@@ -133,7 +133,7 @@ def saturated_channels(
     consecutive_steps: int = 100,
     initial_slope: float = 0.1,
 ) -> Ill | list[Ill] | None:
-    """A tanh or sigmoid whose channels sit at their ends, where they let no gradient through (warning).
+    """A tanh or sigmoid whose channels are at its ends, where no gradient passes (warning).
 
     The mean slope of a channel follows exactly from its moments: of a tanh it is 1 - E[x^2], of a sigmoid E[x] -
     E[x^2]. A channel is saturated where it is less than ``slope`` = 0.01 of the steepest one (1, and 1/4), and a layer
@@ -217,7 +217,7 @@ def heavy_dropout(
     late: int = 50,
     channels: int = 8,
 ) -> Ill | None:
-    """Dropout that leaves next to nothing, or drops answers: note, or warning.
+    """A dropout keeps almost nothing, or drops the model's answers (note, or warning).
 
     What a dropout leaves out gets no gradient: in the gradient of the output before it, as many values of each channel
     are exactly 0, but for chance. So a layer is ill where more than ``share`` = 0.75 of its gradient are 0, or

@@ -12,7 +12,7 @@ from hookstats.rules.step import Step
 
 @rule(of="adjoint", depth=3, law="adjoint")
 def wrong_backward(step: Step, memory: Memory, share: float = 0.1, consecutive_steps: int = 2) -> Ill:
-    """The backward of a module is not that of its forward: critical where it was before, else a warning.
+    """The backward of a module does not match its forward (critical if it did before, or warning).
 
     Needs ``"adjoint"`` among the tensors: in each measured step one module is run again on copies of what it is given,
     each in two measured steps in a row, one of each class and sizes first. For a random gradient of its output, the

@@ -43,7 +43,7 @@ def count_classes(step: Step, site: int) -> int:
 
 @rule(depth=2, sums=True)
 def probabilities_as_logits(step: Step, consecutive_steps: int = 10) -> Ill | None:
-    """Probabilities are given to a loss that expects logits: softmax, sigmoid or tanh before a cross-entropy (warning).
+    """A loss that expects logits gets probabilities: softmax, sigmoid or tanh before a cross-entropy (warning).
 
     The last output of the model lies in [0, 1], or in [-1, 1] up to its ends; the loss lies where the cross-entropy of
     such logits of ``n`` classes, as many as there are channels, must lie, between log(1 + (n - 1) / e) and log(1 + (n -
@@ -106,7 +106,7 @@ def has_weights(step: Step) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
 
 @rule(depth=3, sums=True)
 def initial_loss(step: Step, memory: Memory, factor: float = 3.0) -> Ill | None:
-    """The first loss is far above that of guessing: wrong answers that are sure, or losses that are added up (a note).
+    """The first loss is far above that of guessing: confident wrong answers, or losses that are added up (note).
 
     The first measured step is judged, if it is the first of the run: the loss is more than ``factor`` = 3 times
     log(classes), the cross-entropy of guessing, with as many classes as the last output has channels. That it is a
@@ -154,7 +154,7 @@ def initial_loss(step: Step, memory: Memory, factor: float = 3.0) -> Ill | None:
 def no_progress(
     step: Step, memory: Memory, share: float = 0.02, small: float = 0.2, after: int = 100
 ) -> Ill | list[Ill] | None:
-    """The loss is where it began, or has stood since a small fall (a note): after ``after`` = 100 steps.
+    """The loss is where it began, or has stopped after a small fall, after ``after`` = 100 steps (note).
 
     The median of the last 20 losses is judged: it has not come down by ``share`` = 0.02 of the first 5, nor by the
     deviation of these; or it has come down by less than ``small`` = 0.2 of them, and not at all since half of the
@@ -203,7 +203,7 @@ def no_progress(
 def impossible_loss(
     step: Step, memory: Memory, share: float = 0.02, classes: int = 20, within: int = 1000, consecutive_steps: int = 10
 ) -> Ill | list[Ill] | None:
-    """The loss is lower than it can be, or than it can be so soon (a note): below 0, or next to nothing.
+    """The loss is lower than it can be, or than it can be so soon: below 0, or almost 0 (note).
 
     A loss whose first five values were above 0 has been below 0 for ``consecutive_steps`` = 10 steps in a row. Or a
     cross entropy over more than ``classes`` = 20 classes, which the gradient of the last output shows it to be, has
@@ -245,7 +245,7 @@ def impossible_loss(
 
 @rule(of="grad_output", depth=2, sums=True)
 def broadcast_target(step: Step, consecutive_steps: int = 5, residual: float = 1e-4) -> Ill | None:
-    """Every answer is compared with every target, as (N, 1) against (N) is: the model learns their mean (warning).
+    """Every answer is compared with every target, as (N, 1) against (N): the model learns only their mean (warning).
 
     The gradient of a squared error is 2 / N times the answer minus its target. Where the target is one number for all
     rows, the gradient varies from row to row exactly as the answer does: std(gradient) * N / std(answer) is 2, or 1 for
@@ -282,7 +282,7 @@ def broadcast_target(step: Step, consecutive_steps: int = 5, residual: float = 1
 
 @rule(of="grad_output", depth=2)
 def nll_of_logits(step: Step, consecutive_steps: int = 5) -> Ill | None:
-    """A negative log likelihood of what are no log-probabilities: logits, or probabilities (warning).
+    """A negative log likelihood gets logits or probabilities instead of log-probabilities (warning).
 
     The loss takes one value of each row as it is: the gradient of the model's last output is one negative number in one
     place of each row, and 0 in all others. So it must be where log-probabilities come out, which are never above 0; but
@@ -315,7 +315,7 @@ def nll_of_logits(step: Step, consecutive_steps: int = 5) -> Ill | None:
 
 @rule(of="grad_output", depth=0)
 def sorted_data(step: Step, memory: Memory, share: float = 0.7, batches: int = 10, rows: int = 8) -> Ill | None:
-    """Each batch holds one class, and another one later: the data are sorted, and nobody shuffles them (warning).
+    """Batches hold a single class each, because the data are sorted and not shuffled (warning).
 
     The gradient of a cross-entropy is below 0 at the class of a row and above 0 at all others, and adds up to 0 in each
     row. So a batch of one class pulls one channel up in all of its rows, and all others down. A run is ill if that is
@@ -356,7 +356,7 @@ def sorted_data(step: Step, memory: Memory, share: float = 0.7, batches: int = 1
 def absent_class(
     step: Step, memory: Memory, batches: int = 40, rows: float = 100.0, share: float = 0.25
 ) -> Ill | list[Ill] | None:
-    """A class that is never a target, so that the model learns never to answer it (a note); all but one (warning).
+    """A class is never a target, so the model learns never to answer it (note); or all but one (warning).
 
     The gradient of a cross-entropy is below 0 at the class of a row and above 0 at all others, and adds up to 0 in each
     row. So a channel of the gradient of the last output that has been above 0 and never below is a class that no row

@@ -18,7 +18,7 @@ from hookstats.rules.step import Mask, Step
 
 @rule(of="param_grad", per_site=False, depth=4)
 def missing_gradients(step: Step, memory: Memory, steps: int = 20) -> list[Ill] | None:
-    """Parameters that never get a gradient, although what they belong to runs and others get theirs: note, or warning.
+    """Parameters never get a gradient, although their module runs and others get theirs (note, or warning).
 
     A warning where the path from the loss is cut for certain: everything that runs before has no gradient either, or
     what runs behind it in the same block has one; or a gradient comes and is exactly 0, while what runs behind gets one
@@ -123,7 +123,7 @@ def _is_cut(missing: set[str], zero: set[str], ran: dict[str, int], others: dict
 
 @rule(of="output", per_site=False, depth=2)
 def no_gradients(step: Step, memory: Memory, steps: int = 30) -> Ill | None:
-    """No gradient reaches the model at all, though it runs and a loss is given (critical).
+    """No gradient reaches the model, although it runs and a loss is given (critical).
 
     From the start, and for ``steps`` = 30 steps, at least five of them measured, outputs came and losses were given, no
     gradient of an output or a parameter did, and no parameter changed: what ``backward()`` is called on does not come
@@ -160,7 +160,7 @@ def no_gradients(step: Step, memory: Memory, steps: int = 30) -> Ill | None:
 def growing_gradients(
     step: Step, memory: Memory, residual: float = 0.05, growth: float = 3.0, consecutive_steps: int = 5
 ) -> Ill | list[Ill] | None:
-    """Gradients are added to those of the steps before, because nobody zeroes them (warning).
+    """Gradients are added to those of earlier steps, because nothing zeroes them (warning).
 
     The gradient of the bias of a linear layer, a convolution or a norm adds up to the same as the gradient of its
     output; so does that of an embedding. A model is ill if what these add up to is the sum of this step and of what it
@@ -247,7 +247,7 @@ def _select_pairs(step: Step) -> tuple[Counts, Counts, Mask, Counts]:
 def clipped_gradients(
     step: Step, memory: Memory, equal: float = 1e-5, consecutive_steps: int = 30, tiny: float = 1e-3
 ) -> Ill | None:
-    """The gradients are clipped in every step, to one norm (a note; a warning where that is next to nothing).
+    """The gradients are clipped in every step, to one norm (note; warning if almost nothing is left).
 
     The norm of all gradients is what it was in the measured step before, to ``equal`` = 1e-5, for ``consecutive_steps``
     = 30 of them: no training does that by itself. By how much they were cut is told by the gradients of biases, which

@@ -16,7 +16,7 @@ from hookstats.rules.step import Step
 
 @rule(of="attention.max_logit", depth=3)
 def attention_logits(step: Step, value: float = 100.0, consecutive_steps: int = 3) -> list[Ill]:
-    """Logits of an attention are so large that its softmax is a choice of one key (warning): above ``value`` = 100.
+    """Attention logits are so large that the softmax selects a single key (warning): above ``value`` = 100.
 
     Kimi K2 scales the weights of query and key down where a head's largest logit is beyond 100 (Kimi Team 2025, arXiv
     2507.20534, QK-clip); Megatron-LM, torchtitan and MaxText watch the same number. The rule judges what
@@ -68,7 +68,7 @@ def attention_entropy(
     min_history: int = 5,
     consecutive_steps: int = 3,
 ) -> Ill:
-    """The heads of an attention have come to look at a single key each (warning).
+    """Attention heads that attended to many keys now attend to a single one each (warning).
 
     The entropy of the softmax, averaged over queries, has fallen below ``ratio`` = 0.1 of its past in at least
     ``heads`` = 0.5 of the heads: Zhai et al. 2023, arXiv 2303.06296, found that such a collapse goes with a loss that
@@ -105,7 +105,7 @@ def attention_entropy(
 
 @rule(of="attention.sink", depth=3)
 def attention_sink(step: Step, share: float = 0.3, heads: float = 0.5, consecutive_steps: int = 10) -> Ill:
-    """Heads of an attention rest on the first key (a note): more than ``share`` = 0.3 of what they give.
+    """Attention heads give the first key more than ``share`` = 0.3 of their attention (note).
 
     bo-ke/llm-internal-medicine calls a head with more than 0.3 a sink; Xiao et al. 2023, arXiv 2309.17453, found them
     in all large language models. Nothing is wrong with them by themselves: they are where massive activations come
@@ -147,7 +147,7 @@ def _routers(step: Step) -> list[int]:
 
 @rule(of="router.load", depth=3)
 def dead_experts(step: Step, memory: Memory, window: int = 50, tokens: float = 100.0) -> Ill | None:
-    """An expert of a mixture has got no token for long (warning): in ``window`` = 50 measured steps.
+    """An expert of a mixture got no token in ``window`` = 50 measured steps (warning).
 
     An expert that gets no token learns nothing, and its router never finds out. The rule judges what
     ``tensors=("router", ...)`` counts. torchtitan and OLMo-core log how many experts have none; for how long is ours to

@@ -18,7 +18,7 @@ _MOMENTUM = "Check the norm's momentum (the weight of the new batch, usually 0.1
 def uninitialised_buffer(
     step: Step, memory: Memory, largest: float = 1e18, smallest: float = 1e-30, fastest: float = 100.0
 ) -> Ill | None:
-    """A buffer holds what memory held by chance: nobody has computed it (warning).
+    """A buffer was never initialised, and holds whatever was in memory (warning).
 
     In the first measured step that has it, its values are NaN, or beyond ``largest`` = 1e18, or none is as large as
     ``smallest`` = 1e-30. Of the frequencies of rotary positions (``inv_freq``) it is enough that all are 0, or one is
@@ -63,7 +63,7 @@ def uninitialised_buffer(
 
 @rule(of="buffer_sample", depth=1)
 def still_statistics(step: Step, memory: Memory, consecutive_steps: int = 10) -> Ill | None:
-    """The running statistics of a norm stand still while the model is trained (warning; a note where they once moved).
+    """The running statistics of a norm do not change during training (warning; note if they once did).
 
     Mean and variance are what they were in the measured step before, to the last bit, in ``consecutive_steps`` = 10 of
     them, though the norm runs and gradients arrive. Those that are still 0 and 1 have never moved, and evaluation will
@@ -106,7 +106,7 @@ def still_statistics(step: Step, memory: Memory, consecutive_steps: int = 10) ->
 
 @rule(of="buffer_sample", depth=1)
 def moving_statistics(step: Step, memory: Memory, consecutive_steps: int = 20) -> Ill | None:
-    """Norms in a part of the model that is frozen go on taking up statistics of what they see (a note).
+    """Norms in a frozen part of the model still update their running statistics (note).
 
     The running mean or variance of a norm moves from one measured step to the next, and no gradient ever goes through
     its output, while others get theirs: the weights around it are frozen, and what it makes of the same image is
@@ -142,7 +142,7 @@ def moving_statistics(step: Step, memory: Memory, consecutive_steps: int = 20) -
 
 @rule(of="buffer_sample", depth=1, sums=True)
 def norm_of_few_values(step: Step, memory: Memory, values: int = 4, consecutive_steps: int = 10) -> Ill | None:
-    """A batch norm normalises over hardly any values: ``values`` = 4 of each channel, or fewer (warning).
+    """A batch norm normalises over ``values`` = 4 values of each channel, or fewer (warning).
 
     A norm with running statistics takes the mean and the variance of each channel over the rows and places of a batch.
     Over two values it makes 1 and -1 of them, whatever they were; over four, the deviation is off by 40 % from batch to
@@ -174,7 +174,7 @@ def norm_of_few_values(step: Step, memory: Memory, values: int = 4, consecutive_
 def runaway_statistics(
     step: Step, memory: Memory, ratio: float = 100.0, consecutive_steps: int = 8, min_history: int = 20
 ) -> list[Ill] | None:
-    """The running statistics of a norm run away, or a variance falls below 0 (warning).
+    """The running statistics of a norm grow without limit, or a variance falls below 0 (warning).
 
     From one measured step to the next the rms of a running mean or variance grows, each time by more than before, for
     ``consecutive_steps`` = 8 of them and by ``ratio`` = 100 in all: an average that approaches what is measured does

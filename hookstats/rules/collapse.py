@@ -18,7 +18,7 @@ _COUNT, _MEAN, _M2 = map(FIELDS.index, ("count", "mean", "m2"))
 def constant_output(
     step: Step, ratio: float = 0.003, exactly: float = 1e-5, consecutive_steps: int = 10, rows: int = 8
 ) -> Ill | None:
-    """The model gives all rows one answer: what comes out does not depend on what comes in (warning).
+    """The model gives all rows the same answer: its output does not depend on its input (warning).
 
     How far the channels of the model's last output vary from row to row, their standard deviation, is less than
     ``ratio`` = 0.003 of that of all its values; where there is one channel, its largest and smallest value agree to
@@ -112,7 +112,7 @@ def _outputs_and_gradients(step: Step) -> Counts:
 
 @rule(of="output", per_site=False, depth=1)
 def equal_channels(step: Step, memory: Memory, consecutive_steps: int = 5, width: int = 8) -> Ill | None:
-    """All channels of a layer are one and the same: its weights began with one value, and can never differ (warning).
+    """All channels of a layer are equal, because its weights started from one value (warning).
 
     Rows of weights that are equal get equal gradients, and stay so: of all of its channels the layer has one. The mean,
     the deviation and both extremes of all channels of its output agree to 1e-6, in the first ``consecutive_steps`` = 5
@@ -151,7 +151,7 @@ def equal_channels(step: Step, memory: Memory, consecutive_steps: int = 5, width
 def equal_modules(
     step: Step, memory: Memory, consecutive_steps: int = 5, values: int = 64, first: int = 20
 ) -> Ill | None:
-    """Modules that are one and the same: they began with the same weights, and learn the same (warning).
+    """Modules started with the same weights, and learn the same (warning).
 
     Two weights are equal, and so are their gradients, and those of their modules' outputs: sample, mean, rms and both
     extremes agree to the last bit, in ``consecutive_steps`` = 5 measured steps in a row, from one of the ``first`` = 20
@@ -200,7 +200,7 @@ def equal_modules(
 
 @rule(of="param_grad", depth=4)
 def silent_rows(step: Step, memory: Memory, share: float = 0.7, consecutive_steps: int = 50) -> Ill | list[Ill] | None:
-    """Most neurons or heads of a layer get no gradient at all (a note; a warning where they had one before).
+    """Most neurons or heads of a layer get no gradient at all (note; warning if they had one before).
 
     ``share`` = 0.7 of the rows of a weight's gradient are exactly 0, and so are the gradients of the same channels of
     the layer's output, in ``consecutive_steps`` = 50 measured steps in a row: what comes after them is masked, dead or

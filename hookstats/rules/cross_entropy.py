@@ -19,7 +19,7 @@ _LEAST_SCALE = 256.0  # powers of two from here on are taken for a GradScaler's
 def cross_entropy_gradient(
     step: Step, memory: Memory, factor: float = 1.5, consecutive_steps: int = 2, scalar: str = "loss"
 ) -> list[Ill] | None:
-    """The gradient is not that of the mean loss that was given: critical from a factor on, or a warning.
+    """The gradient of the logits is not that of the mean loss that was given (critical from a factor on, or warning).
 
     Needs the ``scalar``: ``monitor.step(loss=loss)``. The gradient of a plain cross entropy at a row of logits is the
     row's probabilities, less 1 at its target, times its weight: 1 over the number of tokens, where the loss is their

@@ -9,7 +9,7 @@ from hookstats.rules.step import Step
 
 @rule(of="param_grad", per_site=False, depth=0)
 def evaluation_mode(step: Step, memory: Memory, consecutive_steps: int = 3) -> Ill | None:
-    """The model has been left in evaluation mode, and is trained so (warning).
+    """The model is trained in evaluation mode (warning).
 
     Forwards in evaluation mode are not measured. So a model of which outputs were measured, and none is any more while
     its parameters still get gradients, is trained in evaluation mode: without dropout, and with the running statistics

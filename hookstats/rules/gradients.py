@@ -79,7 +79,7 @@ def exploding_gradients(
     window: int = 128,
     min_history: int = 16,
 ) -> list[Ill] | None:
-    """Gradients grow on their way back, or against their own past.
+    """Gradients grow on their way back through the model, or against their own past (warning, or critical).
 
     Over depth (warning): ``depth`` = 1e4 times over the model, in ``depth_consecutive_steps`` = 5 measured steps in a
     row: from end to end, the norm of the gradient of the first output in order of execution over that of the last, or
@@ -135,7 +135,7 @@ def vanishing_gradients(
     min_history: int = 16,
     values: int = 16,
 ) -> list[Ill] | None:
-    """Gradients disappear on their way back, or against their own past (warning).
+    """Gradients vanish on their way back through the model, or against their own past (warning).
 
     Over depth: ``depth`` = 1e-4 over the model: from end to end, the norm of the gradient of the first output in order
     of execution over that of the last, or by the medians of the first and the last third; the other one is 1e-2 at

@@ -60,7 +60,7 @@ def identity(
     share: float = 0.005,
     share_consecutive_steps: int = 3,
 ) -> list[Ill] | None:
-    """Gradients do not fit together as symmetries of the network say: critical after they did, else a warning.
+    """Gradients contradict a symmetry of the network (critical if they agreed before, or warning).
 
     Needs ``Options(identities=hookstats.find_identities(model, forward))``. Multiply a channel of a layer's output, and
     divide the columns that read it by the same: the network computes the same. So the sum of weight times gradient over

@@ -46,7 +46,7 @@ def input_shift(
     window: int = 128,
     min_history: int = 8,
 ) -> list[Ill] | None:
-    """A batch is far from the batches before it (warning): its size, or its largest value.
+    """A batch is unlike the batches before it, in its size or its largest value (warning).
 
     The rms and the largest |x| of each floating input of the model are judged. A batch is far off if either is
     ``factor`` = 10 times its level, or a tenth of it, and also ``sigmas`` = 8 deviations and ``tail`` = 3 times as far
@@ -138,7 +138,7 @@ def _judge_drift(step: Step, memory: Memory, site: int, course: Course, jumped: 
 def constant_input(
     step: Step, memory: Memory, consecutive_steps: int = 5, values: int = 8, batches: int = 20
 ) -> list[Ill] | None:
-    """All that the model sees of its input is one value, or one row (warning).
+    """The input of the model holds a single value, or the same row everywhere (warning).
 
     An input of the model that has varied holds one value throughout; or the first output of the model has no variance
     in any channel, which means that all rows that came in are the same: images that were not loaded, one sample in each
@@ -228,7 +228,7 @@ def _has_equal_rows(step: Step, site: int, values: int) -> bool:
 
 @rule(per_site=False, depth=0)
 def same_data(step: Step, consecutive_steps: int = 10) -> Ill | None:
-    """All ranks get the same data: what enters the model, or its last output, is the same on all, to the bit: a note.
+    """All ranks get the same data, to the bit: the model's input, or its last output, is equal on all (note).
 
     Of a step that was merged (``attach(process_group=...)``), the states of the model's floating inputs and of its last
     output are compared as hashes, in ``consecutive_steps`` = 10 measured steps in a row. Data parallel ranks then
@@ -259,7 +259,7 @@ def unscaled_input(
     ratio: float = 1000.0,
     consecutive_steps: int = 5,
 ) -> Ill | list[Ill] | None:
-    """An input of the model that was never scaled (a note): values far from the size that initial weights expect.
+    """An input of the model was never scaled: it is far from the size that initial weights expect (note).
 
     The rms is beyond ``size`` = 20 (pixels from 0 to 255 have 100 and more) or below ``small`` = 0.005 (pixels that
     were divided by 255 twice have 0.002), or a channel is ``ratio`` = 1000 times the median channel, in the first

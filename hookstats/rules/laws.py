@@ -20,7 +20,7 @@ _EQUAL = 0.01
 
 @rule(of="grad_output", depth=4, sums=True, law="bias")
 def bias_gradient(step: Step, memory: Memory, factor: float = 1.5, consecutive_steps: int = 5) -> list[Ill] | None:
-    """The gradient of a bias is not what its output's gradient says: critical from a factor on, or a warning.
+    """The gradient of a bias is not the sum of its output's gradient (critical from a factor on, or warning).
 
     The gradient of a bias (of a linear layer, a convolution, a norm) is the sum of the gradient of its module's output,
     by the chain rule, in each channel. Their ratio is 1, or what clipping, or the mean over ranks, has made of it in
@@ -81,7 +81,7 @@ def bias_gradient(step: Step, memory: Memory, factor: float = 1.5, consecutive_s
 
 @rule(of="grad_output", per_site=False, depth=4, sums=True, law="bias")
 def dropped_gradients(step: Step, memory: Memory, consecutive_steps: int = 20) -> Ill | None:
-    """Gradients of some backward passes never reach the optimizer: a note.
+    """Gradients of some backward passes never reach the optimizer (note).
 
     Where a model is called several times in a step (microbatches), the gradient of each bias is the sum of the
     gradients of all its outputs, by the law of ``bias-gradient``. In all layers it is neither that sum nor any multiple
@@ -157,7 +157,7 @@ def _all_biases_and_outputs(step: Step, kind: str) -> Counts:
 
 @rule(of=("param_grad_local", "reduction"), depth=4, law="reduction")
 def reduced_gradient(step: Step, memory: Memory, factor: float = 1.5, consecutive_steps: int = 5) -> list[Ill] | None:
-    """Reduced gradients are no mean of what the ranks brought: critical from a factor on, or a warning.
+    """A reduced gradient is not the mean of what the ranks contributed (critical from a factor on, or warning).
 
     Needs ``"reduction"`` among the tensors, and ``process_group``. The gradient that an optimizer takes is the mean
     over the ranks of what their backwards brought together, at each element: 64 of each parameter are compared. With
@@ -242,7 +242,7 @@ def _sides_of_reduction(step: Step, reduced: str, own: str) -> Sides | None:
 
 @rule(per_site=False, depth=1, law="replica")
 def replica_drift(step: Step, memory: Memory) -> list[Finding] | None:
-    """Ranks hold other values of a parameter, or of its reduced gradient, than their replicas: critical, or a warning.
+    """Replicas of a parameter, or of its reduced gradient, differ between ranks (critical, or warning).
 
     Data parallel ranks hold the same parameters, and after the reduction the same gradients, bit for bit; so do ranks
     of tensor parallelism of what is not cut. Of a step that was merged (``attach(process_group=...)``) the states of

@@ -21,7 +21,7 @@ _FOUND = 1e-3  # of the size of the first gradients: what is sought has been fou
 
 @rule(depth=2)
 def unchanged_parameters(step: Step, memory: Memory, steps: int = 20, all_steps: int = 30) -> list[Ill] | None:
-    """Parameters that no step changes, although gradients arrive: warning; critical where none of the model changes.
+    """Parameters do not change, although gradients arrive (warning; critical if no parameter changes).
 
     For ``steps`` = 20 steps, in which other parameters changed, or ``all_steps`` = 30 in which none did, of which at
     least three were measured. The sample of each parameter is judged: "update_sample" has nothing but zeros, and
@@ -162,7 +162,7 @@ def are_sums_of_outputs(step: Step) -> Mask:
 
 @rule(per_site=False, depth=2)
 def lost_updates(step: Step, memory: Memory, share: float = 0.8, steps: int = 20) -> Ill | list[Ill] | None:
-    """Updates that are lost to rounding: parameters of a low precision stay as they are (a note, or a warning).
+    """Updates are lost to rounding: parameters of a low precision do not change (note, or warning).
 
     A parameter whose values are all of bfloat16 or float16 keeps a change only if it is half a unit in the last place:
     1/512 of a value in bfloat16. A model is ill if ``share`` = 0.8 of all sampled elements stay as they are in each
@@ -212,7 +212,7 @@ def lost_updates(step: Step, memory: Memory, share: float = 0.8, steps: int = 20
 def shrinking_weights(
     step: Step, memory: Memory, part: float = 0.5, rate: float = 5e-4, steps: int = 20, values: int = 64
 ) -> Ill | list[Ill] | None:
-    """Weights that become smaller by decay alone (a note; a warning where the loss does not come down).
+    """Weights shrink by weight decay alone (note; warning if the loss does not fall).
 
     Where only weight decay changes a parameter, all of its values go towards 0 together: what mean |w| loses is the
     mean |update|. A model is ill if more than half of its matrices lose more than ``part`` = 0.5 of their updates in

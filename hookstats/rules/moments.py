@@ -22,7 +22,7 @@ def second_moment(
     consecutive_steps: int = 20,
     cancelled: float = 1e-4,
 ) -> Ill | None:
-    """Adam divides by its epsilon instead of its second moment, in most values of a parameter (warning).
+    """Adam divides by its epsilon instead of its second moment in most values of a parameter (warning).
 
     An update is m / (sqrt(v) + eps). Where sqrt(v) is below ``eps`` = 1e-8 it is no longer of the size of the learning
     rate, but smaller, the smaller the gradients are: Wortsman et al. 2023, arXiv 2309.14322, found layers of large

@@ -17,7 +17,7 @@ from hookstats.rules.step import Step
 
 @rule(per_site=False, depth=1)
 def nonfinite(step: Step, memory: Memory, overflows: int = 16) -> list[Ill]:
-    """The first tensor, in order of execution, that holds NaN, Inf or -Inf, in forward or in backward: critical.
+    """The first tensor, in order of execution, that holds NaN, Inf or -Inf, in forward or in backward (critical).
 
     There is no threshold to set: one such value ends most trainings. Two things are in order, and are recognised. -Inf
     alone in an output or input that has it from its first step on is a mask, of attention or of a router. Gradients in

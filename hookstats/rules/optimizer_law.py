@@ -16,7 +16,7 @@ _ALIKE = 0.3  # of their mean, how far the ratios of sampled elements may lie ap
 
 @rule(of="optimizer_law", depth=2, law="optimizer")
 def optimizer_formula(step: Step, memory: Memory, factor: float = 1.5, consecutive_steps: int = 2) -> list[Ill]:
-    """A step changes a parameter by other than the optimizer's formula says: critical from a factor on, or a warning.
+    """A step changes a parameter otherwise than the optimizer's formula says (critical from a factor on, or warning).
 
     Needs ``"optimizer_law"`` among the tensors: at up to 4,096 elements of each parameter, what SGD, Adam
     (arXiv 1412.6980) or AdamW (arXiv 1711.05101) make of the gradient, of their states before the step, and of the
@@ -90,7 +90,7 @@ def _judge_resumed(step: Step, memory: Memory, factor: float) -> list[Ill]:
 
 @rule(of="update_sample", per_site=False, depth=2)
 def lost_moments(step: Step, memory: Memory, equal: float = 0.98, consecutive_steps: int = 50) -> Ill:
-    """Each step moves all values by one amount, as only Adam's first step does: the optimizer's state is lost (a note).
+    """Each step moves all values by one amount, as only Adam's first step does: its state is lost (note).
 
     The first step of Adam (arXiv 1412.6980) is the learning rate times the sign of the gradient; later ones depend on
     the moments, and differ from value to value. Judged are parameters of which 16 sampled values moved: in two thirds

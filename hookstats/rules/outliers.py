@@ -16,7 +16,7 @@ _MIN, _MAX = FIELDS.index("min"), FIELDS.index("max")
 
 @rule(of="output", depth=7, is_cause=False)
 def massive_activations(step: Step, value: float = 100.0, ratio: float = 1000.0, consecutive_steps: int = 3) -> Ill:
-    """A few values of an output are enormous (a note): above ``value`` = 100, and ``ratio`` = 1000 times the median.
+    """A few values of an output are enormous (note): above ``value`` = 100, and ``ratio`` = 1000 times the median.
 
     Sun et al. 2024, arXiv 2402.17762. Trained language models have them, so nothing needs to be wrong; int8 and float8
     lose all other values of such a tensor.

@@ -122,7 +122,7 @@ class _Magnitudes:
 def low_precision_fit(
     step: Step, memory: Memory, lost: float = 0.01, consecutive_steps: int = 5, turns: int = 4
 ) -> list[Ill] | None:
-    """A tensor that would not survive a low precision, while the run still has a higher one (a note).
+    """A tensor would not survive a lower precision, while the run still has a higher one (note).
 
     Outputs, inputs and parameters are judged in float8_e4m3fn, gradients of outputs and inputs in float8_e5m2 (the
     hybrid recipe of TransformerEngine), and all of these in float16. A tensor does not fit where more than ``lost`` =

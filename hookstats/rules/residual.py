@@ -16,7 +16,7 @@ _BLOCK = re.compile(r"(?P<path>.*?)\.?(?P<number>\d+)")
 
 @rule(depth=3)
 def residual_drift(step: Step, ratio: float = 100.0, consecutive_steps: int = 5, blocks: int = 4) -> list[Ill] | None:
-    """The stream grows, or shrinks, from block to block (warning): the rms behind the last over that behind the first.
+    """The residual stream grows or shrinks, by the rms after the last block over that after the first (warning).
 
     A stream is ill at ``ratio`` = 100 times, or one 100th, in ``consecutive_steps`` = 5 measured steps in a row; the
     block that adds most is named. A stream of blocks of equal size grows as the square root of their number; no figure

@@ -43,7 +43,7 @@ def loss_spike(
     moved: float = 0.3,
     consecutive_steps: int = 5,
 ) -> list[Ill] | None:
-    """The loss jumps, or goes on rising: the ``scalar`` "loss" of `Monitor.step`, of every step, measured or not.
+    """The loss jumps, or keeps rising: the ``scalar`` "loss" of `Monitor.step`, of every step, measured or not.
 
     A jump is a loss more than ``sigmas`` = 6 deviations above the level of the last steps (OLMo-core,
     stability_monitor.py, has 6 standard deviations from the mean), in logarithms, and ``tail`` = 2 times as far as any
@@ -208,7 +208,7 @@ def gradient_norm_spike(
     factor: float = 5.0,
     many: int = 3,
 ) -> Ill | None:
-    """The norm of all gradients jumps: the scalar ``grad_norm``, or where there is none `Snapshot.grad_norm`.
+    """The norm of all gradients jumps: the scalar ``grad_norm``, or else `Snapshot.grad_norm` (warning, or note).
 
     More than ``sigmas`` = 6 deviations above the level of the last steps (OLMo-core, stability_monitor.py, has 6
     standard deviations from the mean), in logarithms, and ``tail`` = 2 times as far as any of the last ``window`` = 128

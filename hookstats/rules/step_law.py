@@ -12,7 +12,7 @@ from hookstats.rules.step import Step
 
 @rule(depth=2, law="step")
 def outside_write(step: Step, memory: Memory, most_steps: int = 3) -> Ill | None:
-    """Something else than an optimizer writes parameters between two of its steps (warning).
+    """Something other than an optimizer writes parameters between two of its steps (warning).
 
     Needs ``"outside_update"`` among the tensors: up to 4,096 elements of each parameter, after a measured step, against
     the same ones before the next step of an optimizer, which need not be measured. They are equal, bit for bit: there

@@ -47,7 +47,7 @@ def _squared_error(step: Step) -> _SquaredError | None:
 
 @rule(of="grad_output", depth=2, sums=True)
 def unscaled_targets(step: Step, memory: Memory, size: float = 100.0, consecutive_steps: int = 20) -> Ill | None:
-    """The targets of a regression are hundreds of times as large as what the model answers: not scaled (warning).
+    """The targets of a regression are hundreds of times as large as the model's answers (warning).
 
     The loss is a mean squared error, which its gradient proves, to 1 %. Its root is above ``size`` = 100, and above 100
     times the rms of the answers, in ``consecutive_steps`` = 20 measured steps in a row. The mean of the targets that
@@ -76,7 +76,7 @@ def unscaled_targets(step: Step, memory: Memory, size: float = 100.0, consecutiv
 
 @rule(of="grad_output", depth=2, sums=True)
 def unreachable_targets(step: Step, share: float = 0.01, consecutive_steps: int = 10) -> Ill | None:
-    """Targets lie where the model's last activation never comes: below 0 after a ReLU, outside of a sigmoid (warning).
+    """Targets are outside the range of the last activation: below 0 after a ReLU, beyond 1 after a sigmoid (warning).
 
     The loss is a mean squared error, which its gradient proves, to 1 %, and the last output is that of a module without
     parameters. Its values end at 0 (the lowest is exactly 0, and so are ``share`` = 1 % of all), or lie between 0 and

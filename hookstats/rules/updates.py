@@ -114,7 +114,7 @@ def tiny_updates(
     part: float = 0.1,
     values: int = 64,
 ) -> Ill | list[Ill] | None:
-    """Steps that change the parameters by next to nothing, all of them (warning; a note where the loss came down).
+    """Steps change all parameters by almost nothing (warning; note if the loss fell).
 
     Mean |update| over mean |parameter| is 1e-3 as a rule, and 1e-4 at least in the healthy models of the fleet. A model
     is ill if that of none of its weights comes to ``ratio`` = 5e-6, nor grows, and the loss does not come down; or if
