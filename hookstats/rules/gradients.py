@@ -198,4 +198,5 @@ def _largest_of_kind(step: Step, median: Array) -> Array:
 
 
 def _say_others(ill: list[int]) -> str:
-    return f", and so have {times(len(ill) - 1, 'other gradient')}" if len(ill) > 1 else ""
+    others = len(ill) - 1
+    return f", and so {'has' if others == 1 else 'have'} {times(others, 'other gradient')}" if others else ""

@@ -45,17 +45,17 @@ def nonfinite(step: Step, memory: Memory, overflows: int = 16) -> list[Ill]:
         masks = step.in_order(memory.of_sites("masks", False) & ~step.is_kind("buffer_sample"))
         masks = [site for site in masks if step.totals.neginfs[site]]
         text = (
-            "the loss is {loss}, and every watched tensor is finite: it began after the model, in the loss itself. "
-            "Look for a logarithm or a division there, and check the labels.{also}"
+            "the loss is {loss}, and every watched tensor is finite{clean}. It began after the model, in the loss "
+            "itself: look for a logarithm or a division there, and check the labels."
         )
         if masks:
             text = (
-                "the loss is {loss}, and of the watched tensors {mask} holds -Inf, since its first step. If that is "
-                "not a mask, it began there: look for a logarithm of 0 (clamp before it, or use log_softmax). "
-                "Otherwise it began in the loss{also}."
+                "the loss is {loss}, and of the watched tensors {mask} holds -Inf, since its first step{clean}. If "
+                "that is not a mask, it began there: look for a logarithm of 0 (clamp before it, or use log_softmax). "
+                "Otherwise it began in the loss."
             )
         loss = step.scalars.get("loss", math.nan)
-        words = {"loss": str(loss), "also": _also(step, memory)}
+        words = {"loss": str(loss), "clean": _say_clean(memory)}
         words |= {"mask": tensor_of(step.sites[masks[0]])} if masks else {}
         found = [Ill(True, text, loss, 0, "critical", at=memory["lost"], words=words)]
     elif lost:
@@ -143,10 +143,16 @@ def _say_gap(step: Step, memory: Memory) -> str:
 
 def _also(step: Step, memory: Memory) -> str:
     """Return since when the loss is not finite, and when all was, to be added to a sentence."""
-    text, lost, clean = "", memory["lost"], memory.get("clean")
+    text, lost = "", memory["lost"]
     if lost is not None:
         text = "; the loss is not finite, either" + ("" if lost == step.number else f", since step {lost}")
-    return text if clean is None else f"{text}; in step {clean} everything was finite"
+    return text + _say_clean(memory)
+
+
+def _say_clean(memory: Memory) -> str:
+    """Return when all was finite, to be added to a sentence."""
+    clean = memory.get("clean")
+    return "" if clean is None else f"; in step {clean} everything was finite"
 
 
 def _say_where(step: Step, place: int, clean: int | None) -> str:
@@ -160,7 +166,7 @@ def _say_where(step: Step, place: int, clean: int | None) -> str:
     rows, of_rows = _rows(step, first)
     if kind.name == "input" and not place:
         return (
-            "It is in the data, because no layer has run yet. Check this batch and what loads and prepares it, and "
+            "It is in the data, because no layer has run yet: check this batch and what loads and prepares it, and "
             "leave it out."
         )
     if kind.name == "input":
@@ -187,7 +193,7 @@ def _say_where(step: Step, place: int, clean: int | None) -> str:
     if kind.name == "output" and of_rows:
         return (
             f"It began in forward, after {before}, which is finite: in {rows} all channels hold it, which "
-            "weights cannot cause. Check what is computed between the two, such as a division, a logarithm or a root, "
+            "weights cannot cause: check what is computed between the two, such as a division, a logarithm or a root, "
             f"the arithmetic of {module}, and these rows."
         )
     if kind.name == "output":

@@ -74,8 +74,8 @@ def test_nan_in_the_data_is_said_to_be_in_the_data_where_the_input_is_watched() 
     (found,) = trained(bad_at(13, 3, 7), tensors=("input", "output", "grad_output"))
     assert (found.step, found.site, found.severity) == (13, Site("0", "input"), "critical")
     assert "1 of 256 values of the input of 0 are NaN, the first in this step; " in found.sentence
-    assert ". It is in the data, because no layer has run yet." in found.sentence
-    assert "Check this batch and what loads and prepares it" in found.sentence
+    assert ". It is in the data, because no layer has run yet:" in found.sentence
+    assert "check this batch and what loads and prepares it" in found.sentence
     assert "weights" not in found.sentence
 
 
