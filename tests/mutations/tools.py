@@ -196,11 +196,11 @@ MUTANTS = [
         "tests/cluster/test_replicas.py -k 'sentence_says'",
     ),
     Mutant(
-        "a word of the checksum is not mixed to its end",
+        "a word of the checksum is mixed once",
         "hookstats/cluster/contents.py",
         "(33, _to_signed(0xC4CEB9FE1A85EC53)), (33, 1)",
-        "(33, _to_signed(0xC4CEB9FE1A85EC53))",
-        "tests/cluster/test_checksums.py -k every_dtype",
+        "(33, 1)",
+        "tests/cluster/test_checksums.py -k half_of_the_bits",
     ),
     Mutant(
         "the checksum of words does not tell their places",
