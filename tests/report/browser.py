@@ -149,6 +149,23 @@ class Browser:
             of = {"key": key, "windowsVirtualKeyCode": code, "modifiers": 8 * shift}
             self.call("Input.dispatchKeyEvent", type=kind, **of, **more)
 
+    def text(self, selector: str) -> str:
+        return str(self.run(f"document.querySelector({selector!r}).innerText"))
+
+    def cell(self, row: float, column: float, rows: int, columns: int) -> tuple[float, float]:
+        """Find the place of a cell of the map while all are seen."""
+        left, top, width, height = self.run(
+            "(() => { document.querySelector('#heat').scrollIntoView({block: 'center'});"
+            "const box = document.querySelector('#heat').getBoundingClientRect();"
+            "return [box.left, box.top, box.width, box.height] })()"
+        )
+        left, top, width, height = left + 216, top + 78, width - 217, height - 78 - 24  # inside
+        return left + (column + 0.5) / columns * width, top + (row + 0.5) / rows * height
+
+    def colours(self) -> str:
+        """The pixels of the cells, to be compared."""
+        return str(self.run("document.querySelector('#heat-cells').toDataURL()"))
+
     def picture(self, path: Path, whole: bool = True, clip: dict[str, float] | None = None) -> None:
         """Take a picture as PNG."""
         more: dict[str, Any] = {"clip": {**clip, "scale": 1}} if clip else {}

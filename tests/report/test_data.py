@@ -38,21 +38,6 @@ def browser(chromium: Browser) -> Iterator[Browser]:
     assert chromium.errors == []
 
 
-def text(browser: Browser, selector: str) -> str:
-    return str(browser.run(f"document.querySelector({selector!r}).innerText"))
-
-
-def cell(browser: Browser, row: float, column: float, rows: int, columns: int) -> tuple[float, float]:
-    box = browser.run(
-        "(() => { document.querySelector('#heat').scrollIntoView({block: 'center'});"
-        "const box = document.querySelector('#heat').getBoundingClientRect();"
-        "return [box.left, box.top, box.width, box.height] })()"
-    )
-    left, top, width, height = box
-    inside = (left + 216, top + 78, width - 217, height - 78 - 24)
-    return inside[0] + (column + 0.5) / columns * inside[2], inside[1] + (row + 0.5) / rows * inside[3]
-
-
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = torch.nn.Sequential()
@@ -74,18 +59,18 @@ def test_the_row_of_the_cell_at_the_mouse_is_told_in_numbers_and_c_copies_python
     browser.run(HEARD)
     loaded = hookstats.load(recorded)
     for row, column in ((1, 2), (0, 5)):
-        browser.mouse("Moved", *cell(browser, row, column, 3, 7))
+        browser.mouse("Moved", *browser.cell(row, column, 3, 7))
         browser.wait("document.querySelector('#numbers').innerText.includes('copies it')")
-        told = text(browser, "#numbers").replace("−", "-")
+        told = browser.text("#numbers").replace("−", "-")
         browser.run("window.copied = null")
         browser.key("c")
         browser.wait("window.copied !== null")
-        assert " copied" in text(browser, "#numbers")
+        assert " copied" in browser.text("#numbers")
         copied = browser.run("copied")
         assert copied in told
         stats = eval(copied, {"run": loaded})
         site = next(each for each in loaded.totals["name"].unique().to_pylist() if f'"{each}"' in copied)
-        assert text(browser, "#readout").startswith(f"{site} output · step {3 * column} ·")
+        assert browser.text("#readout").startswith(f"{site} output · step {3 * column} ·")
         for title, value in (
             ("rms", stats.total.rms),
             ("largest |x|", stats.total.abs_max),
@@ -94,7 +79,7 @@ def test_the_row_of_the_cell_at_the_mouse_is_told_in_numbers_and_c_copies_python
             shown = float(told.partition(f"{title} ")[2].split()[0].replace("e−", "e-"))
             assert shown == pytest.approx(value, rel=2e-3, abs=2e-3 * stats.total.rms)
     browser.mouse("Moved", 5, 5)
-    assert text(browser, "#numbers") == ""
+    assert browser.text("#numbers") == ""
     browser.run("window.copied = null")
     browser.key("c")
     assert browser.run("copied") is None  # no cell is chosen
@@ -106,11 +91,11 @@ def test_a_click_copies_the_line_of_the_site_that_is_open(browser: Browser, reco
     place = hookstats.report.to_recorded(recorded).sites.index(site)
     browser.open(f"{page.as_uri()}#site={place}&step=9")
     browser.run(HEARD)
-    assert text(browser, "#site button.code code") == 'run[9]["second", "output"]'
+    assert browser.text("#site button.code code") == 'run[9]["second", "output"]'
     browser.run("document.querySelector('#site button.code').click()")
     browser.wait("document.querySelector('#site button.code span').innerText === 'Copied'")
     assert eval(browser.run("copied"), {"run": hookstats.load(recorded)}).calls == 1
-    shown = float(text(browser, "#site .numbers-at").partition("rms ")[2].split()[0])
+    shown = float(browser.text("#site .numbers-at").partition("rms ")[2].split()[0])
     assert shown == pytest.approx(hookstats.load(recorded)[9][site].total.rms, rel=2e-3)
 
 
@@ -161,7 +146,7 @@ def switch(browser: Browser, value: str) -> None:
 
 def is_hatched(browser: Browser, row: int, column: int, columns: int = 60, rows: int = 17) -> bool:
     """Return whether nothing is drawn there: the hatch has two greys, and a cell one colour."""
-    x, y = cell(browser, row, column, rows, columns)
+    x, y = browser.cell(row, column, rows, columns)
     colours = browser.run(f"""(() => {{
         const canvas = document.querySelector("#heat-cells"), box = canvas.getBoundingClientRect();
         const small = document.createElement("canvas").getContext("2d", {{ willReadFrequently: true }});
@@ -174,48 +159,48 @@ def is_hatched(browser: Browser, row: int, column: int, columns: int = 60, rows:
 
 def test_two_runs_are_switched_and_what_only_one_has_is_hatched(browser: Browser, both: Path) -> None:
     browser.open(both)
-    assert "24" not in text(browser, "#layers-about")
-    assert text(browser, "#layers-about").startswith("17 rows")
+    assert "24" not in browser.text("#layers-about")
+    assert browser.text("#layers-about").startswith("17 rows")
     gate, missing = 4, 9  # rows
     assert [is_hatched(browser, row, 5) for row in (gate, missing, 2)] == [True, False, False]
     assert is_hatched(browser, 2, 50)
     switch(browser, "second")
     assert [is_hatched(browser, row, 5) for row in (gate, missing, 2)] == [False, True, False]
     assert not is_hatched(browser, 2, 50)
-    assert "Of with a gate." in text(browser, "#readout")
+    assert "Of with a gate." in browser.text("#readout")
     switch(browser, "difference")
     assert [is_hatched(browser, row, 5) for row in (gate, missing, 2)] == [True, True, False]
     assert is_hatched(browser, 2, 50)
     assert browser.run("document.querySelector('[data-value=absolute]').closest('.choice').offsetParent") is None
-    browser.mouse("Moved", *cell(browser, gate, 5, 17, 60))
-    assert "only with a gate has it" in text(browser, "#readout")
-    browser.mouse("Moved", *cell(browser, missing, 5, 17, 60))
-    assert "only baseline has it" in text(browser, "#readout")
-    browser.mouse("Moved", *cell(browser, 2, 5, 17, 60))
-    assert "loss of with a gate" in text(browser, "#readout")
+    browser.mouse("Moved", *browser.cell(gate, 5, 17, 60))
+    assert "only with a gate has it" in browser.text("#readout")
+    browser.mouse("Moved", *browser.cell(missing, 5, 17, 60))
+    assert "only baseline has it" in browser.text("#readout")
+    browser.mouse("Moved", *browser.cell(2, 5, 17, 60))
+    assert "loss of with a gate" in browser.text("#readout")
     switch(browser, "second")
-    browser.mouse("Moved", *cell(browser, 2, 50, 17, 60))
+    browser.mouse("Moved", *browser.cell(2, 50, 17, 60))
     browser.wait("document.querySelector('#numbers').innerText.includes('other[50][')")
 
 
 def test_the_first_parting_leads_to_its_cell_and_findings_of_both_are_told(browser: Browser, both: Path) -> None:
     browser.open(both)
-    assert "baseline, and b, with a gate, part at step 0, embedding output" in text(browser, "#parting")
+    assert "baseline, and b, with a gate, part at step 0, embedding output" in browser.text("#parting")
     browser.run("document.querySelector('#parting a').click()")
     browser.wait("document.querySelector('#site-title').innerText === 'embedding'")
     assert browser.run("location.hash").endswith("step=0")
-    assert text(browser, "#other-findings h3") == "Findings of with a gate"
-    assert "It rose by more." in text(browser, "#other-findings")
-    assert "It rose by more." not in text(browser, "#findings-list")
-    assert [line for line in text(browser, "#summary").split("\n") if line][:2] == [
+    assert browser.text("#other-findings h3") == "Findings of with a gate"
+    assert "It rose by more." in browser.text("#other-findings")
+    assert "It rose by more." not in browser.text("#findings-list")
+    assert [line for line in browser.text("#summary").split("\n") if line][:2] == [
         "baseline: In step 30: It rose by a lot.",
         "with a gate: In step 53: It rose by more.",
     ]
-    assert text(browser, "#flow output") == "step 39"  # the last of the first run
-    assert "gate" not in text(browser, "#left-out")
+    assert browser.text("#flow output") == "step 39"  # the last of the first run
+    assert "gate" not in browser.text("#left-out")
 
 
 def test_runs_that_are_the_same_are_said_to_be(browser: Browser, tmp_path: Path) -> None:
     made = [Recorded.of(run(sites_of(1), 10), name) for name in ("one", "two")]
     browser.open(write(made[0], tmp_path / "page.html", made[1]))
-    assert "In the 10 steps that both have, all sizes of one and two are the same." in text(browser, "#summary")
+    assert "In the 10 steps that both have, all sizes of one and two are the same." in browser.text("#summary")

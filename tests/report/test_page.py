@@ -69,27 +69,6 @@ def browser(chromium: Browser, page: Path) -> Iterator[Browser]:
     assert all(url.startswith(("file:", "about:")) for url in chromium.requests), chromium.requests
 
 
-def text(browser: Browser, selector: str) -> str:
-    return str(browser.run(f"document.querySelector({selector!r}).innerText"))
-
-
-def cell(browser: Browser, row: int, column: int, rows: int = 23, columns: int = STEPS) -> tuple[float, float]:
-    """Find a cell's place while all are seen."""
-    box = browser.run(
-        "(() => { document.querySelector('#heat').scrollIntoView({block: 'center'});"
-        "const box = document.querySelector('#heat').getBoundingClientRect();"
-        "return [box.left, box.top, box.width, box.height] })()"
-    )
-    left, top, width, height = box
-    inside = (left + 216, top + 78, width - 217, height - 78 - 24)
-    return inside[0] + (column + 0.5) / columns * inside[2], inside[1] + (row + 0.5) / rows * inside[3]
-
-
-def colours(browser: Browser) -> str:
-    """The pixels of the cells, to be compared."""
-    return str(browser.run("document.querySelector('#heat-cells').toDataURL()"))
-
-
 def test_the_page_is_one_file_that_asks_for_nothing(browser: Browser, page: Path) -> None:
     assert [url for url in browser.requests if not url.startswith("about:")][-1] == page.as_uri()
     assert browser.run("performance.getEntriesByType('resource').length") == 0
@@ -101,18 +80,18 @@ def test_the_page_is_one_file_that_asks_for_nothing(browser: Browser, page: Path
 
 
 def test_it_says_what_it_is_and_what_was_found(browser: Browser) -> None:
-    assert text(browser, "h1") == "a run"
-    assert text(browser, "#summary").split("\n")[0] == "In step 40: 5 values of layers.0.norm1 are NaN."
-    assert "0 to 59" in text(browser, "#facts")
-    first = text(browser, "#findings-list li")
+    assert browser.text("h1") == "a run"
+    assert browser.text("#summary").split("\n")[0] == "In step 40: 5 values of layers.0.norm1 are NaN."
+    assert "0 to 59" in browser.text("#facts")
+    first = browser.text("#findings-list li")
     assert "5 values of layers.0.norm1 are NaN." in first
     assert "step 40, layers.0.norm1 gradient of the output" in first
-    assert "a dtype that is not floating" in text(browser, "#left-out")
-    assert "GPT" in text(browser, "#settings")
+    assert "a dtype that is not floating" in browser.text("#left-out")
+    assert "GPT" in browser.text("#settings")
 
 
 def test_the_time_of_the_settings_is_a_date(browser: Browser) -> None:
-    assert re.search(r"time\s+1[234] Sept? 2020", text(browser, "#settings"))
+    assert re.search(r"time\s+1[234] Sept? 2020", browser.text("#settings"))
 
 
 def test_the_sections_come_in_the_order_in_which_one_asks(browser: Browser) -> None:
@@ -132,17 +111,17 @@ def test_what_follows_is_folded_beneath_its_cause_and_notes_stand_apart(
     )
     chromium.look(1280)
     chromium.open(path)
-    assert text(chromium, "#summary").split("\n")[0].startswith("Since step 20: The batch is unlike the others; what")
+    assert chromium.text("#summary").split("\n")[0].startswith("Since step 20: The batch is unlike the others; what")
     assert chromium.run("document.querySelectorAll('#findings-list > li').length") == 1
     folds = chromium.run("[...document.querySelectorAll('#findings-list summary')].map((each) => each.innerText)")
     assert folds == ["At 25 sites", "and 1 finding that follows from it"]  # the cause is as grave
-    assert "since step 20" in text(chromium, "#findings-list > li")
-    assert "rose" not in text(chromium, "#findings-list")
+    assert "since step 20" in chromium.text("#findings-list > li")
+    assert "rose" not in chromium.text("#findings-list")
     assert chromium.run("document.querySelectorAll('#findings-list .sites a').length") == 3
     assert chromium.run("document.querySelector('#findings-list .sites').textContent").endswith("and 22 others")
-    assert "Good to know." in text(chromium, "#notes-list")
+    assert "Good to know." in chromium.text("#notes-list")
     chromium.run("window.dispatchEvent(new Event('beforeprint'))")
-    assert "It <b>rose</b>." in text(chromium, "#findings-list")
+    assert "It <b>rose</b>." in chromium.text("#findings-list")
     told = path.read_text().partition("<noscript>")[2].partition("</noscript>")[0]
     assert "The batch is unlike the others." in told
     assert "It &lt;b&gt;rose&lt;/b&gt;." in told
@@ -152,18 +131,18 @@ def test_what_follows_is_folded_beneath_its_cause_and_notes_stand_apart(
 def test_the_fit_into_few_bits_is_folded_where_nothing_has_few(
     chromium: Browser, browser: Browser, recorded: Recorded, tmp_path: Path
 ) -> None:
-    assert "Share of the values" not in text(browser, "#precision")
+    assert "Share of the values" not in browser.text("#precision")
     browser.run("document.querySelector('#precision summary').click()")
-    assert "Share of the values" in text(browser, "#precision")
+    assert "Share of the values" in browser.text("#precision")
     browser.open(write(recorded, tmp_path / "again.html"))
     browser.run("window.dispatchEvent(new Event('beforeprint'))")
-    assert "Share of the values" in text(browser, "#precision")
+    assert "Share of the values" in browser.text("#precision")
     net = torch.nn.Linear(16, 16).to(torch.bfloat16)
     with hookstats.attach(net) as monitor:
         net(torch.randn(8, 16, dtype=torch.bfloat16)).square().mean().backward()
         snapshot = monitor.snapshot()
     browser.open(write([snapshot], tmp_path / "low.html"))
-    assert "Share of the values" in text(browser, "#precision")
+    assert "Share of the values" in browser.text("#precision")
 
 
 def test_a_finding_leads_to_its_cell_and_its_site(browser: Browser) -> None:
@@ -171,7 +150,7 @@ def test_a_finding_leads_to_its_cell_and_its_site(browser: Browser) -> None:
     browser.wait("document.querySelector('#site-title').innerText === 'layers.1.mlp.down'")
     assert browser.run("location.hash").endswith("&step=30")
     assert browser.run("document.querySelector('#tools select').value") == "output"
-    assert "layers.1.mlp.down output · step 30 ·" in text(browser, "#readout")
+    assert "layers.1.mlp.down output · step 30 ·" in browser.text("#readout")
 
 
 def test_a_finding_without_a_site_leads_to_what_its_rule_is_about(
@@ -196,7 +175,7 @@ def test_a_finding_without_a_site_leads_to_what_its_rule_is_about(
     )
     chromium.run(f"{links}[{places.index('step 30, loss')}].click()")
     chromium.wait("document.querySelector('#readout').innerText.includes('· step 30 · ')")
-    assert "loss 2." in text(chromium, "#readout")
+    assert "loss 2." in chromium.text("#readout")
     chromium.run("document.querySelector('#tools select').value = 'output'")
     chromium.run("document.querySelector('#tools select').dispatchEvent(new Event('change'))")
     chromium.run(f"{links}[{places.index('step 40, gradients of outputs')}].click()")
@@ -210,10 +189,10 @@ def test_a_value_that_is_not_finite_is_told_as_such(browser: Browser) -> None:
 
 
 def test_the_cell_under_the_mouse_is_told_and_a_click_opens_its_site(browser: Browser) -> None:
-    x, y = cell(browser, 8, SPIKE)  # "embedding", seven of each block, "head"
+    x, y = browser.cell(8, SPIKE, 23, STEPS)  # "embedding", seven of each block, "head"
     browser.mouse("Moved", x, y)
-    assert text(browser, "#readout").startswith("layers.1.norm1 gradient of the output · step 40 · rms")
-    assert re.search(r"rms (≥ )?\d\.?\d* times its past", text(browser, "#readout"))
+    assert browser.text("#readout").startswith("layers.1.norm1 gradient of the output · step 40 · rms")
+    assert re.search(r"rms (≥ )?\d\.?\d* times its past", browser.text("#readout"))
     browser.click(x, y)
     browser.wait("document.querySelector('#site-title').innerText === 'layers.1.norm1'")
     browser.wait("document.querySelectorAll('#site figcaption').length === 10")  # pictures are unpacked one by one
@@ -225,46 +204,46 @@ def test_the_cell_under_the_mouse_is_told_and_a_click_opens_its_site(browser: Br
 
 
 def test_a_switch_draws_another_picture_and_says_its_numbers(browser: Browser) -> None:
-    relative = colours(browser)
-    x, y = cell(browser, 8, 10)
+    relative = browser.colours()
+    x, y = browser.cell(8, 10, 23, STEPS)
     browser.run("document.querySelector('[data-value=absolute]').click()")
     browser.wait("performance.getEntriesByName('switch').length === 2")
-    assert colours(browser) != relative
+    assert browser.colours() != relative
     browser.mouse("Moved", x, y)
-    assert "rms ≈" in text(browser, "#readout")
-    log = colours(browser)
+    assert "rms ≈" in browser.text("#readout")
+    log = browser.colours()
     browser.run("document.querySelector('[data-value=linear]').click()")
-    assert colours(browser) != log
+    assert browser.colours() != log
     browser.run(
         "(() => { const select = document.querySelectorAll('#tools select')[1]; select.value = 'zeros';"
         "select.dispatchEvent(new Event('change')) })()"
     )
     browser.wait("performance.getEntriesByName('switch').length === 3")
     browser.mouse("Moved", x + 1, y)
-    assert "share of zeros ≈ 0.01 ·" in text(browser, "#readout")
+    assert "share of zeros ≈ 0.01 ·" in browser.text("#readout")
 
 
 def test_a_drag_enlarges_and_a_double_click_shows_all(browser: Browser) -> None:
-    whole = colours(browser)
-    begin, end = cell(browser, 4, 30), cell(browser, 12, 45)
+    whole = browser.colours()
+    begin, end = browser.cell(4, 30, 23, STEPS), browser.cell(12, 45, 23, STEPS)
     browser.mouse("Moved", *begin)
     browser.mouse("Pressed", *begin, button="left", clickCount=1)
     browser.mouse("Moved", *end, button="left", buttons=1)
     browser.mouse("Released", *end, button="left", clickCount=1)
-    assert colours(browser) != whole
-    left, top = cell(browser, 0, 0)
+    assert browser.colours() != whole
+    left, top = browser.cell(0, 0, 23, STEPS)
     browser.mouse("Moved", left - 2, top)
-    assert re.search(r"· step 3[01] ·", text(browser, "#readout"))
+    assert re.search(r"· step 3[01] ·", browser.text("#readout"))
     for _ in range(20):  # the first click opens a site, and the page may still be moving when the second one comes
-        left, top = cell(browser, 0, 0)
+        left, top = browser.cell(0, 0, 23, STEPS)
         for count in (1, 2):
             for kind in ("Pressed", "Released"):
                 browser.mouse(kind, left, top, button="left", clickCount=count)
-        left, top = cell(browser, 0, 0)
+        left, top = browser.cell(0, 0, 23, STEPS)
         browser.mouse("Moved", left - 2, top)
-        if "· step 0 ·" in text(browser, "#readout"):
+        if "· step 0 ·" in browser.text("#readout"):
             break
-    assert "· step 0 ·" in text(browser, "#readout")
+    assert "· step 0 ·" in browser.text("#readout")
 
 
 def test_all_of_the_heatmap_can_be_reached_by_keyboard(browser: Browser) -> None:
@@ -275,15 +254,15 @@ def test_all_of_the_heatmap_can_be_reached_by_keyboard(browser: Browser) -> None
     assert browser.run("document.activeElement.id") == "heat"
     for key in ("ArrowRight", "ArrowRight", "ArrowDown"):
         browser.key(key)
-    assert text(browser, "#readout").startswith("layers.0.norm1 gradient of the output · step 1 ·")
-    whole = colours(browser)
+    assert browser.text("#readout").startswith("layers.0.norm1 gradient of the output · step 1 ·")
+    whole = browser.colours()
     browser.key("+")
-    enlarged = colours(browser)
+    enlarged = browser.colours()
     assert enlarged != whole
     browser.key("ArrowRight", shift=True)
-    assert colours(browser) != enlarged
+    assert browser.colours() != enlarged
     browser.key("0")
-    assert colours(browser) == whole
+    assert browser.colours() == whole
     browser.key("ArrowDown")
     browser.key("Enter")
     browser.wait("document.querySelector('#site-title').innerText === 'layers.0.attention.qkv'")
@@ -316,7 +295,7 @@ def test_nothing_is_cut_off_at_the_side(browser: Browser, page: Path, width: int
 
 
 def test_a_change_of_colours_is_followed_while_the_page_is_open(browser: Browser) -> None:
-    light = colours(browser)
+    light = browser.colours()
     browser.look(1280, dark=True)
     browser.wait(f"document.querySelector('#heat-cells').toDataURL() !== {light!r}")
 
@@ -333,7 +312,7 @@ def test_hostile_names_are_shown_as_text(chromium: Browser, tmp_path: Path) -> N
     for i, name in enumerate(HOSTILE):
         chromium.call("Page.navigate", url="about:blank")
         chromium.open(f"{path.as_uri()}#site={hostile.sites.index(Site(name, 'output'))}&step=3")
-        shown = text(chromium, "#site-title")
+        shown = chromium.text("#site-title")
         assert shown.startswith(re.sub(r"[\x00-\x1f\u200b-\u202e\u2060-\u206f].*", "", name)[:20])
         assert not re.search(r"[\x00-\x1f\u200b-\u200f\u202a-\u202e\u2066-\u2069]", shown)
         if i == 2:
@@ -344,7 +323,7 @@ def test_hostile_names_are_shown_as_text(chromium: Browser, tmp_path: Path) -> N
     assert chromium.run("document.querySelectorAll('main b b, main img, main i i').length") == 0
     assert chromium.run("document.querySelectorAll('script').length") == path.read_text().count("<script")
     assert chromium.run("document.documentElement.scrollWidth") == 1280
-    assert "<script>" in text(chromium, "#left-out")
+    assert "<script>" in chromium.text("#left-out")
     assert chromium.errors == []
 
 
@@ -353,15 +332,15 @@ def test_two_runs_are_compared_in_a_view_of_the_heatmap(chromium: Browser, recor
     path = write(recorded, tmp_path / "two.html", second)
     chromium.look(1280)
     chromium.open(path)
-    assert "another" in text(chromium, "#facts")
-    assert text(chromium, "#site .key").endswith("largest |x| of another")
-    relative = colours(chromium)
+    assert "another" in chromium.text("#facts")
+    assert chromium.text("#site .key").endswith("largest |x| of another")
+    relative = chromium.colours()
     chromium.run("document.querySelector('[data-value=difference]').click()")
     chromium.wait("performance.getEntriesByName('switch').length === 2")
-    assert colours(chromium) != relative
-    assert "how far another is from a run, in the 60 steps" in text(chromium, "#readout")
-    chromium.mouse("Moved", *cell(chromium, 8, 10))
-    assert re.search(r"rms (0\.\d+|1\.\d+) times the first run's|as in the first run", text(chromium, "#readout"))
+    assert chromium.colours() != relative
+    assert "how far another is from a run, in the 60 steps" in chromium.text("#readout")
+    chromium.mouse("Moved", *chromium.cell(8, 10, 23, STEPS))
+    assert re.search(r"rms (0\.\d+|1\.\d+) times the first run's|as in the first run", chromium.text("#readout"))
     assert chromium.errors == []
 
 
@@ -369,10 +348,10 @@ def test_a_run_of_one_step_and_one_site_has_a_page(chromium: Browser, tmp_path: 
     path = write(run([Site("", "output")], 1), tmp_path / "one.html")
     chromium.look(390)
     chromium.open(path)
-    assert "(model)" in text(chromium, "#site-title")
-    assert "No rule found anything wrong" in text(chromium, "#summary")
-    assert "fewer than two gradients" in text(chromium, "#flow")
-    assert text(chromium, "#findings").split("\n")[-1] == "None."  # and does not send one to settings it does not show
+    assert "(model)" in chromium.text("#site-title")
+    assert "No rule found anything wrong" in chromium.text("#summary")
+    assert "fewer than two gradients" in chromium.text("#flow")
+    assert chromium.text("#findings").split("\n")[-1] == "None."  # and does not send one to settings it does not show
     assert chromium.errors == []
 
 
@@ -382,7 +361,7 @@ def test_no_more_than_a_whole_step_is_said_to_be_taken(
 ) -> None:
     overhead = {"measured_host": host, "measured_step": 10.0}
     chromium.open(write(replace(recorded, settings={"overhead": overhead}), tmp_path / "page.html"))
-    facts = text(chromium, "#facts")
+    facts = chromium.text("#facts")
     assert ("Taken" in facts) == (said is not None)
     assert (said or "") in facts
 
@@ -420,7 +399,7 @@ def test_a_site_that_fired_is_not_called_silent_where_it_has_nothing_to_draw(chr
             monitor.step()
     for few, word in ((snapshots[:3], "zero"), (snapshots[3:], "no finite value")):
         chromium.open(write(few, tmp_path / "page.html"))
-        assert text(chromium, "#site-body .chart").split("\n")[-1] == word
+        assert chromium.text("#site-body .chart").split("\n")[-1] == word
 
 
 def test_a_few_steps_have_a_label_each(chromium: Browser, tmp_path: Path) -> None:

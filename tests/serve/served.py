@@ -24,6 +24,16 @@ from hookstats.rules import Finding
 from tests.conftest import ROOT
 
 
+class Clock:
+    """`time` for the files of serve/: it passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
 class Reply(NamedTuple):
     status: int
     headers: dict[str, str]

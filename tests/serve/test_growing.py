@@ -16,19 +16,9 @@ from hookstats.serve import pages, routes, runs
 from hookstats.serve.routes import Routes
 from hookstats.serve.runs import Runs, Watched
 from hookstats.serve.server import Answer, Query
-from tests.serve.served import Growing, record_of
+from tests.serve.served import Clock, Growing, record_of
 
 SITES = [Site(f"layers.{i}", "output") for i in range(20)]
-
-
-class Clock:
-    """`time` for routes.py and runs.py: it passes when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.fixture(autouse=True)

@@ -39,10 +39,6 @@ def browser(chromium: Browser) -> Iterator[Browser]:
     chromium.call("Page.navigate", url="about:blank")  # asks no more
 
 
-def text(browser: Browser, selector: str) -> str:
-    return str(browser.run(f"document.querySelector({selector!r}).innerText"))
-
-
 def open_run(browser: Browser, served: Served, name: str) -> None:
     browser.open(served.address)
     browser.open(f"http://127.0.0.1:{served.port}{served.runs()[name]}")
@@ -50,10 +46,6 @@ def open_run(browser: Browser, served: Served, name: str) -> None:
 
 def says(browser: Browser, selector: str, words: str) -> None:
     browser.wait(f"document.querySelector({selector!r})?.textContent.includes({words!r})")
-
-
-def pixels(browser: Browser) -> str:
-    return str(browser.run("document.querySelector('#heat-cells').toDataURL()"))
 
 
 def test_an_open_page_grows_with_its_run_and_keeps_what_is_chosen(browser: Browser, tmp_path: Path) -> None:
@@ -67,14 +59,14 @@ def test_an_open_page_grows_with_its_run_and_keeps_what_is_chosen(browser: Brows
         says(browser, "#site-title", name)
         browser.run("document.querySelector('#settings').scrollIntoView()")
         at = browser.run("scrollY")
-        before, url = pixels(browser), browser.run("location.origin + location.pathname")
+        before, url = browser.colours(), browser.run("location.origin + location.pathname")
         browser.requests.clear()
         run.add(range(40, 70))
         run.find(Finding("spike", 50, run.sites[3], 6.0, 3.0, "warning", "It rose by a lot."))
         says(browser, "#facts", "0 to 69")
         says(browser, "#findings-list", "It rose by a lot.")
         browser.wait(f"document.querySelector('#heat-cells').toDataURL() !== {before!r}")
-        assert text(browser, "#site-title") == name
+        assert browser.text("#site-title") == name
         assert browser.run("location.hash") == "#site=3&step=20"
         assert abs(browser.run("scrollY") - at) < 200
         assert {url.partition("/blob?")[0].rstrip("/") for url in browser.requests} == {url.rstrip("/")}
@@ -140,7 +132,7 @@ def test_a_run_that_is_deleted_while_its_page_is_open_is_said_to_be(browser: Bro
         open_run(browser, served, "run")
         shutil.rmtree(tmp_path / "run")
         says(browser, "#live", "This run was deleted.")
-        assert "0 to 29" in text(browser, "#facts")  # what was seen stays
+        assert "0 to 29" in browser.text("#facts")  # what was seen stays
 
 
 def test_a_page_waits_for_the_first_step(browser: Browser, tmp_path: Path) -> None:
@@ -165,7 +157,7 @@ def test_fifty_runs_are_an_index_that_is_sorted_filtered_and_grows(browser: Brow
         names = "[...document.querySelectorAll('#rows tr:not([hidden]) a')].map((each) => each.innerText)"
         assert len(browser.run(names)) == 50
         assert browser.run(names)[0] == "group4/run49"
-        assert text(browser, "#rows tr").split("\t")[:4] == ["group4/run49", "alive", "GPT", "step 49"]
+        assert browser.text("#rows tr").split("\t")[:4] == ["group4/run49", "alive", "GPT", "step 49"]
         runs[7].add(range(8, 20))
         runs[7].find(Finding("nonfinite", 9, sites[0], 1.0, 0.0, "critical", "NaN."))
         browser.wait(f"{names}[0] === 'group2/run07'")
@@ -178,7 +170,7 @@ def test_fifty_runs_are_an_index_that_is_sorted_filtered_and_grows(browser: Brow
             browser.key(letter)
         found = browser.run(names)
         assert {"group3/run43", "group3/run48"} <= set(found) < {f"group3/run{number:02d}" for number in range(50)}
-        assert text(browser, "#count").endswith(" of 50")
+        assert browser.text("#count").endswith(" of 50")
         browser.key("Tab")
         browser.key("Enter")
         browser.wait("location.pathname.startsWith('/run/') && document.documentElement?.dataset.ready === 'true'")
@@ -201,14 +193,14 @@ def test_nothing_of_the_index_is_cut_off_and_names_are_text(
             "[...document.querySelectorAll('main *')].filter((each) => each.getBoundingClientRect().right > innerWidth)"
         )
         assert browser.run(f"{wide}.length") == 0
-        assert HOSTILE in text(browser, "#rows")
+        assert HOSTILE in browser.text("#rows")
         assert browser.run("document.querySelectorAll('img').length") == 0
         browser.run("[...document.querySelectorAll('#rows a')].find((each) => each.innerText.startsWith('<')).click()")
         browser.wait("document.documentElement?.dataset.ready === 'true' && !!document.querySelector('#heat')")
         assert browser.run("document.documentElement.scrollWidth") == width
         assert browser.run("document.querySelectorAll('img').length") == 0
         assert browser.run("document.title") != "run"
-        assert text(browser, "h1") == HOSTILE
+        assert browser.text("h1") == HOSTILE
 
 
 def test_a_server_that_ends_is_told_and_the_page_stays(chromium: Browser, tmp_path: Path) -> None:
@@ -220,7 +212,7 @@ def test_a_server_that_ends_is_told_and_the_page_stays(chromium: Browser, tmp_pa
         served.process.terminate()
         served.process.wait()
         says(chromium, "#live", "The server does not answer")
-        assert "0 to 29" in text(chromium, "#facts")
+        assert "0 to 29" in chromium.text("#facts")
         served.process = type(served.process)(["sleep", "600"], stdout=-1, stderr=-1, text=True)
     chromium.call("Page.navigate", url="about:blank")
 
@@ -245,21 +237,21 @@ def test_two_runs_that_are_ticked_have_a_page_that_grows(browser: Browser, tmp_p
         assert browser.run(f"{boxes}.filter((each) => each.checked).length") == 2
         browser.run("document.querySelector('#both').click()")
         browser.wait("document.documentElement?.dataset.ready === 'true' && !!document.querySelector('#heat')")
-        assert text(browser, "h1") == "two and one"
-        assert "one" in text(browser, "#facts")
-        assert "40 steps in common" in text(browser, "#facts")
+        assert browser.text("h1") == "two and one"
+        assert "one" in browser.text("#facts")
+        assert "40 steps in common" in browser.text("#facts")
         says(browser, "#live", "two: process")
         runs = browser.run("[...document.querySelectorAll('[data-value]')].map((each) => each.dataset.value)")
         assert runs[:3] == ["first", "second", "difference"]
-        mine = pixels(browser)
+        mine = browser.colours()
         for value in ("second", "difference"):
             browser.run(f"document.querySelector('[data-value={value}]').click()")
             browser.wait(f"document.querySelector('#heat-cells').toDataURL() !== {mine!r}")
-            mine = pixels(browser)
+            mine = browser.colours()
         second.add(range(40, 60))
         says(browser, "#facts", "0 to 59")
         browser.wait(f"document.querySelector('#heat-cells').toDataURL() !== {mine!r}")
-        assert "40 steps in common" in text(browser, "#facts")
+        assert "40 steps in common" in browser.text("#facts")
         first.add(range(40, 60))
         says(browser, "#facts", "60 steps in common")
         shutil.rmtree(tmp_path / "one")

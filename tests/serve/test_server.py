@@ -22,7 +22,7 @@ from hookstats.rules import Finding
 from hookstats.serve import server as http_server
 from tests.conftest import ROOT
 from tests.records.recorded import wait_for
-from tests.serve.served import Growing, Served, serving
+from tests.serve.served import Clock, Growing, Served, serving
 
 HOSTILE = "<img src=x onerror=alert(1)>&\"'\u202egnp"
 
@@ -207,16 +207,6 @@ def serving_here(answer: http_server.Answer) -> Iterator[http_server.Server]:
         server.shutdown()
         thread.join()
         server.server_close()
-
-
-class Clock:
-    """`time` for server.py: it passes when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.fixture
