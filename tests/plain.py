@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hookstats
 from tests.conftest import check
@@ -68,3 +69,25 @@ def check_against(plain: Plain, snapshot: hookstats.Snapshot) -> None:
         dim = 1 if tensors[0].dim() == 4 else -1
         assert snapshot[site].calls == len(tensors)
         check(snapshot[site], together(tensors, dim), -1)
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The floating tensors of an output with their paths, as the README names them."""
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point():
+            yield path, value
+    elif isinstance(value, (Mapping, tuple, list)):
+        for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from leaves(each, f"{path}.{key}")
+
+
+class Operators(TorchDispatchMode):
+    """The names of the operators that are called inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))

@@ -17,6 +17,7 @@ from tests.conftest import DTYPES, Backend, State, check
 from tests.cuda_on_cpu.test_other_gpus import A100
 from tests.kernels.test_kernels import LAYOUTS, normal
 from tests.kernels.test_many import batch_of
+from tests.plain import Operators
 
 DRIVERS = itertools.count(13000)
 
@@ -195,18 +196,11 @@ def test_a_kernel_of_anybody_that_failed_is_told_from_a_launch_that_does(imitate
 
 
 def test_scratch_is_made_without_an_operator_that_a_python_mode_sees(imitated: Backend) -> None:
-    seen: list[str] = []
-
-    class Watching(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(function))
-            return function(*args, **(kwargs or {}))
-
     for stream in range(101, 120):
         imitated.ops.use_stream(stream)
-        with Watching():
+        with Operators() as seen:
             imitated.ops.scratch()
-    assert {name.split(".")[-2] for name in seen} <= {"scratch"}
+        assert {name.split(".")[-2] for name in seen.names} <= {"scratch"}
 
 
 def test_a_closing_comes_behind_all_streams_in_use_and_later_launches_behind_it(imitated: Backend) -> None:
@@ -456,18 +450,11 @@ def test_a_tensor_that_cannot_be_read_makes_no_call_plan_anew(imitated: Backend)
     x = normal(8, 64).float()
     batch, states = batch_of(imitated, [x, x], [0, 0], "none")
     assert batch.accumulate([x, x]) == []
-    copied: list[str] = []
-
-    class Watching(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            copied.append(str(function))
-            return function(*args, **(kwargs or {}))
-
     unreadable = torch.ones(8, 64, dtype=torch.complex64)
     for _ in range(2):
-        with Watching():
+        with Operators() as called:
             failures = batch.accumulate([x, unreadable])
         assert [number for number, _ in failures] == [1]
-    assert not any("_to_copy" in name for name in copied), copied  # of a plan's table
+        assert not any("_to_copy" in name for name in called.names), called.names  # of a plan's table
     assert batch.accumulate([x, x]) == []
     assert [int(state.counters[0]) for state in states] == [4, 2]

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.plain import leaves
+
 
 class Seen:
     """Tensors of each step by site, as they were then."""
@@ -56,8 +58,8 @@ class Seen:
 
     def _outputs(self, name: str) -> Any:
         def see(module: nn.Module, args: Any, output: Any) -> None:
-            for path, x in _walk(output, ""):
-                if not self.is_paused and x.is_floating_point():
+            for path, x in leaves(output):
+                if not self.is_paused:
                     self._see(name, "output", path, x)
 
         return see
@@ -133,14 +135,3 @@ class Seen:
 
 def _alias(value: Any) -> Any:
     return value.view_as(value) if isinstance(value, torch.Tensor) and value.requires_grad else value
-
-
-def _walk(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, dict):
-        for key, each in value.items():
-            yield from _walk(each, f"{path}.{key}")
-    elif isinstance(value, tuple):
-        for key, each in enumerate(value):
-            yield from _walk(each, f"{path}.{key}")

@@ -7,12 +7,14 @@ in many places along every other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
+
+from tests.plain import leaves
 
 Site = tuple[str, str]  # the module's name, ".path" in its output
 
@@ -80,18 +82,6 @@ def documented(module: nn.Module) -> int | None:
     return 1 if name == "GroupNorm" else None
 
 
-def tensors_of(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        if value.is_floating_point():
-            yield path, value
-    elif isinstance(value, Mapping):
-        for key in value:
-            yield from tensors_of(value[key], f"{path}.{key}")
-    elif isinstance(value, (tuple, list)):
-        for i, item in enumerate(value):
-            yield from tensors_of(item, f"{path}.{i}")
-
-
 class Run:
     """One forward: the outputs of the watched modules, in the order in which they came."""
 
@@ -113,7 +103,7 @@ class Run:
 
     def _keep(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self.outputs += [((name, path), tensor.clone()) for path, tensor in tensors_of(output)]
+            self.outputs += [((name, path), tensor.clone()) for path, tensor in leaves(output)]
 
         return hook
 

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hookstats
-from hookstats.numbers import fields
 from tests import ranks, reference
+from tests.plain import Operators
 
 Tensors = dict[tuple[str, str], torch.Tensor]
 
@@ -126,11 +125,6 @@ def test_an_optimizer_of_another_model_says_nothing_about_this_one() -> None:
     assert snapshot.overflowed is True
 
 
-def test_without_a_scaler_nothing_is_said_of_overflows() -> None:
-    mon = hookstats.attach(network())
-    assert mon.snapshot().overflowed is None
-
-
 @pytest.mark.parametrize("with_scaler", [False, True])
 def test_no_scalar_of_the_user_is_taken_for_the_scalers(with_scaler: bool) -> None:
     model = network()
@@ -153,16 +147,6 @@ def test_the_scaler_of_another_model_says_nothing_of_this_one() -> None:
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     snapshot = mon.step()
     assert (snapshot.grad_scale, snapshot.overflowed) == (None, None)
-
-
-class Operators(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(function))
-        return function(*args, **(kwargs or {}))
 
 
 def test_a_step_that_is_not_measured_runs_no_operator_for_its_scaler() -> None:
@@ -194,12 +178,6 @@ def watch_and_leave(rank: int, world: int) -> list[bool]:
 
 def test_the_method_of_torch_is_back_when_the_last_monitor_is_gone() -> None:
     assert ranks.run(watch_and_leave, 1, init="") == [[False, False, True]]
-
-
-def test_a_state_is_divided_like_its_values() -> None:
-    x = torch.randn(50, 4, dtype=torch.float64) * 3 + 1
-    whole, part = (hookstats.measure(values, histogram=None)._moments for values in (x, x / 7))
-    np.testing.assert_allclose(fields.unscale(whole, 7.0), part, rtol=1e-12)
 
 
 def test_the_scale_that_is_loaded_after_attach_is_the_one_that_counts() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hookstats
+from tests.plain import Operators
 
 Change = Callable[[nn.Module], object]
 
@@ -33,14 +33,7 @@ def both(
     change(model)
     change(twin)
     monitor = hookstats.attach(model, tensors="param_grad", **{"every": 1, **options})
-    called: list[str] = []
-
-    class Watching(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            called.append(str(function))
-            return function(*args, **(kwargs or {}))
-
-    with Watching():
+    with Operators() as called:
         found = monitor.clip_grad_norm_(model.parameters(), max_norm)
     wanted = nn.utils.clip_grad_norm_(twin.parameters(), max_norm)
     for own, other in zip(model.parameters(), twin.parameters(), strict=True):
@@ -49,7 +42,7 @@ def both(
             "atol": 0.0,
         }  # the norm is rounded to the dtype, and all that follows
         torch.testing.assert_close(own.grad, other.grad, equal_nan=True, **near)
-    return found, wanted, called
+    return found, wanted, called.names
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from transformers import (
 import hookstats
 from hookstats.numbers import fields
 from tests.conftest import DEVICES, check, compare
+from tests.plain import leaves
 
 WIDTH, VOCABULARY = 16, 24
 SHAPE = {"hidden_size": WIDTH, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -77,18 +78,6 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
 
 def every_module(name: str, module: nn.Module) -> bool:
     return True
-
-
-def leaves(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The floating tensors of an output with their paths, as the README names them."""
-    if isinstance(value, torch.Tensor) and value.is_floating_point():
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key in value:
-            yield from leaves(value[key], f"{path}.{key}")
-    elif isinstance(value, tuple):
-        for i, item in enumerate(value):
-            yield from leaves(item, f"{path}.{i}")
 
 
 class Plain:
@@ -202,31 +191,6 @@ def test_gradient_checkpointing_counts_each_forward_once(reentrant: bool) -> Non
         assert recomputed[site].calls == plain[site].calls
         got, want = ([getattr(each[site].total, name) for name in fields.STATISTICS] for each in (recomputed, plain))
         np.testing.assert_array_equal(got, want, err_msg=str(site))
-
-
-def test_training_gpt2_is_bit_identical_with_and_without() -> None:
-    def trained(attach: bool) -> list[torch.Tensor]:
-        model = made("gpt2")  # it has dropout, so the random numbers too must be the same
-        mon = (
-            hookstats.attach(model, every_module, tensors=KINDS, every=2, options=hookstats.Options(strict=True))
-            if attach
-            else None
-        )
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        losses = []
-        for step in range(10):
-            loss = loss_of(model, step)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-            if mon is not None:
-                mon.step(loss=loss)
-        return losses + list(model.state_dict().values())
-
-    with_it, without = trained(True), trained(False)
-    assert all(torch.equal(a, b) for a, b in zip(with_it, without, strict=True))
-    assert not torch.equal(without[0], without[9])
 
 
 def test_a_table_of_positions_is_not_named_as_silent() -> None:
