@@ -23,8 +23,8 @@ constexpr int64_t kSerialElements = 1 << 15;  // below, waking threads costs mor
   target void add_tile(const Tile<type>& tile, LaneSamples& samples, Counting& counting) { \
     add_tile_in<bytes>(tile, samples, counting);                                           \
   }                                                                                        \
-  target Sample flat_tile(const FlatTile<type>& tile, Counting& counting) {                \
-    return flat_tile_in<bytes>(tile, counting);                                            \
+  target bool flat_tile(const FlatTile<type>& tile, Counting& counting, WideSums& total, Sample& exact) { \
+    return flat_tile_in<bytes>(tile, counting, total, exact);                                            \
   }
 #define HOOKSTATS_VERSIONS_OF(name, type, aten) HOOKSTATS_VERSIONS(HOOKSTATS_VERSION, type)
 HOOKSTATS_DTYPES(HOOKSTATS_VERSIONS_OF)
@@ -39,6 +39,9 @@ HOOKSTATS_DTYPES(HOOKSTATS_VERSIONS_OF)
   target void merge_into_state(const LaneSamples& samples, const State& state, int64_t channel) { \
     const int width = int(std::min<int64_t>(kLanes, state.channels - channel));                   \
     samples.merge_into_state(state.moments + channel, state.row_stride, width);                   \
+  }                                                                                               \
+  target void finish_into_state(const LaneWideSums& sums, const State& state, int64_t channel, int width) { \
+    sums.merge_into_state(state.moments + channel, state.row_stride, width);                      \
   }                                                                                               \
   target void merge_state(LaneSamples& into, const State& state, int64_t channel) {               \
     const int width = int(std::min<int64_t>(kLanes, state.channels - channel));                   \
@@ -183,13 +186,15 @@ class FlatTiles {
     for (int r = 0; r < kMostRows; ++r) gathered_at_[r] = r * kLanes;
   }
 
-  // Sample of the elements first .. last - 1.
-  Sample sample(const scalar_t* channel, const Layout& layout, int64_t first, int64_t last) {
+  // Reads the elements first .. last - 1. Returns whether they were one tile whose sums() hold; else sample() is theirs.
+  bool read(const scalar_t* channel, const Layout& layout, int64_t first, int64_t last) {
     const int64_t stride = layout.inner_stride();
     // Then what is read next are other channels, of which a tile knows too little.
     const bool is_short = layout.ndim == 1 && layout.count == layout.channel_stride &&
                           layout.count * int64_t(sizeof(scalar_t)) <= kAheadBytes;
-    sum_ = Sample::neutral();
+    sample_ = Sample::neutral();
+    tiles_ = 0;
+    holds_ = false;
     channel_ = channel;
     first_rows_ = 0;
     const scalar_t* rest = buffer_;
@@ -234,7 +239,12 @@ class FlatTiles {
       add({{channel_, at_, rows_, kLanes, known}, rest, gathered_});
       rows_ = gathered_ = 0;
     }
-    return sum_;
+    return tiles_ == 1 && holds_;
+  }
+  const WideSums& sums() const { return sums_; }
+  const Sample& sample() {
+    if (tiles_ == 1 && holds_) merge_sums();
+    return sample_;
   }
 
  private:
@@ -254,14 +264,23 @@ class FlatTiles {
     gathered_ = 0;
   }
   void add(const FlatTile<scalar_t>& tile) {
-    sum_.merge(flat_tile(tile, histogram_.counting(tile.rows.rows + (tile.left > 0))));
+    if (tiles_ == 1 && holds_) merge_sums();  // of the first tile, which is not the only one
+    Sample exact;
+    holds_ = flat_tile(tile, histogram_.counting(tile.rows.rows + (tile.left > 0)), sums_, exact);
+    if (!holds_) sample_.merge(exact);
+    if (++tiles_ > 1 && holds_) merge_sums();
     linear_.add(tile.rows);
     linear_.add(tile.last_row());
   }
 
+  void merge_sums() { sample_.merge({sums_.finish(), 0, 0, 0}); }
+
   ThreadHistogram& histogram_;
   LinearHistogram& linear_;
-  Sample sum_;
+  Sample sample_;
+  WideSums sums_;  // of the last tile
+  bool holds_ = false;
+  int tiles_ = 0;
   const scalar_t* channel_ = nullptr;
   int rows_ = 0, first_rows_ = 0, gathered_ = 0;
   int64_t at_[kMostRows + kMostAheadRows], first_at_[kMostAheadRows], gathered_at_[kMostRows];
@@ -297,19 +316,31 @@ void accumulate_planes(const Input& input, const State& state, ParallelFor paral
     ThreadHistogram histogram(state, kLanes, vector_bytes(), count_keys, sizeof(acc_of<scalar_t>), shared);
     LinearHistogram linear(state, kLanes);
     FlatTiles<scalar_t> tiles(histogram, linear);
+    LaneWideSums finished;
+    int64_t first = begin;  // of the channels whose sums wait in `finished`
+    const auto finish = [&](int64_t next) {
+      if (next > first) finish_into_state(finished, state, first, int(next - first));
+      first = next;
+    };
     for (int64_t task = begin; task < end; ++task) {
       const int64_t c = task / split.parts, part = task % split.parts;
       const auto* channel = static_cast<const scalar_t*>(input.data) + c * layout.channel_stride;
       histogram.move_to(c);
       linear.move_to(c);
-      const Sample sum = tiles.sample(channel, layout, split.begin(part) * kTile,
-                                      std::min(layout.count, split.begin(part + 1) * kTile));
+      const bool holds = tiles.read(channel, layout, split.begin(part) * kTile,
+                                    std::min(layout.count, split.begin(part + 1) * kTile));
       if (parts) {
-        parts[task] = sum;
+        parts[task] = tiles.sample();
+      } else if (holds) {
+        finished.set(int(c - first), tiles.sums());
+        if (c + 1 - first == kLanes) finish(c + 1);
       } else {
-        hookstats::merge_into_state(sum, state.moments + c, state.row_stride);
+        finish(c);
+        hookstats::merge_into_state(tiles.sample(), state.moments + c, state.row_stride);
+        first = c + 1;
       }
     }
+    if (!parts) finish(end);
   });
   if (!parts) return;
   KeepSubnormals keep;

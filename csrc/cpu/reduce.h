@@ -63,6 +63,23 @@ struct LaneSamples {
   }
 };
 
+// Sums of up to kLanes channels, which are finished together: all lanes are divided in the time of one.
+struct LaneWideSums {
+  alignas(64) double member[sizeof(WideSums) / sizeof(double)][kLanes];
+
+  HOOKSTATS_INLINE void set(int lane, const WideSums& sums) { store_slot(sums, member, kLanes, lane); }
+  HOOKSTATS_INLINE void merge_into_state(double* moments, int64_t row_stride, int width) const {
+#pragma omp simd
+    for (int lane = 0; lane < width; ++lane) merge_into_column(lane, moments, row_stride);
+  }
+
+ private:
+  HOOKSTATS_INLINE void merge_into_column(int lane, double* moments, int64_t row_stride) const {
+    const Sample sample{load_slot<WideSums>(member, kLanes, lane).finish(), 0, 0, 0};
+    hookstats::merge_into_state(sample, moments + lane, row_stride);
+  }
+};
+
 // False where the tile's sums do not hold, which then are left out.
 template <class acc_t>
 HOOKSTATS_INLINE bool merge_lane(const WideSums& tile, int lane, LaneSamples& samples) {
@@ -388,9 +405,9 @@ HOOKSTATS_INLINE Sample exact_flat(const Tile<scalar_t>& tile) {
   return exact.get(0);
 }
 
-// Lanes are elements of one channel.
+// Lanes are elements of one channel. Returns whether the sums hold; where they do not, `exact` is the tile's.
 template <int kBytes, class scalar_t>
-HOOKSTATS_INLINE Sample flat_tile_in(const FlatTile<scalar_t>& tile, Counting& counting) {
+HOOKSTATS_INLINE bool flat_tile_in(const FlatTile<scalar_t>& tile, Counting& counting, WideSums& total, Sample& exact) {
   using acc_t = acc_of<scalar_t>;
   using V = Vector<kBytes, acc_t>;
   constexpr int kMany = FlatSums<V>::kVectors, kRows = FlatSums<V>::kRows;
@@ -410,12 +427,11 @@ HOOKSTATS_INLINE Sample flat_tile_in(const FlatTile<scalar_t>& tile, Counting& c
       add_keys<kBytes>(padded.of(last), counting);
     }
   }
-  const WideSums total = sums.fold(int64_t(rows.rows) * kLanes + tile.left);
-  if (sums_hold<acc_t>(total)) return {total.finish(), 0, 0, 0};
-  Sample exact = Sample::neutral();
-  if (rows.rows) exact = exact_flat<kBytes>(rows);
+  total = sums.fold(int64_t(rows.rows) * kLanes + tile.left);
+  if (sums_hold<acc_t>(total)) return true;
+  exact = rows.rows ? exact_flat<kBytes>(rows) : Sample::neutral();
   if (tile.left) exact.merge(exact_flat<kBytes>(last));
-  return exact;
+  return false;
 }
 
 }  // namespace hookstats::cpu

@@ -46,7 +46,9 @@ class Layout:
         # Measured together with others: what is of parameters.
         self.is_parameter = np.array([kind_of(site.tensor).is_replicated for site in sites], bool)
         kinds = {kind: number for number, kind in enumerate(dict.fromkeys(site.tensor for site in sites))}
+        self._kinds = max(len(kinds), 1)
         self._kind = np.array([kinds[site.tensor] for site in sites], np.int64)
+        self._device_count = 1 + max(devices, default=0)
 
     def frame(
         self,
@@ -86,11 +88,13 @@ class Layout:
         fired = np.flatnonzero(calls)
         device, first = self._device[fired], first[fired]
         chosen = np.flatnonzero(self.is_parameter[fired])
-        together = (readings[fired] * (self._kind.max(initial=0) + 1) + self._kind[fired]) * (device.max(initial=0) + 1)
-        together = (together + device)[chosen]
+        at = fired[chosen]
+        together = (readings[at] * self._kinds + self._kind[at]) * self._device_count + self._device[at]
         by_group = np.argsort(together, kind="stable")
-        is_leader = np.diff(together[by_group], prepend=-1) != 0
-        leader = by_group[is_leader][np.cumsum(is_leader) - 1]
+        together = together[by_group]
+        is_leader = np.ones(len(at), bool)
+        is_leader[1:] = together[1:] != together[:-1]
+        leader = by_group[is_leader][is_leader.cumsum() - 1]
         first[chosen[by_group]] = first[chosen[leader]]
         result: Counts = fired[np.lexsort((first, device))]
         return result
