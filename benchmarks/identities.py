@@ -31,6 +31,7 @@ from benchmarks.illnesses import healthy as illnesses_healthy
 from benchmarks.illnesses import more_healthy, public_healthy, training
 from benchmarks.illnesses.training import KINDS
 from benchmarks.law_trainings import CLIENTS
+from hookstats.identities.measuring import WHOLE_STEPS
 from hookstats.results import Identities
 from hookstats.rules import Finding, identity, judge, wrong_backward
 from hookstats.rules.identities import compare
@@ -268,7 +269,10 @@ def hold_training(name: str, run: Callable[[], list[hookstats.Snapshot]], places
 
 
 def cost() -> None:
-    """Time steps of one training in turns: not measured, measured, with identities, and with adjoint tests."""
+    """Time steps of one training in turns: not measured, measured, with identities, and with adjoint tests.
+
+    Identities are timed in the first measured steps, which read all of them, and in later ones.
+    """
     torch.manual_seed(0)
     model, batch = Llama(8), ids(16, 64)
     found = hookstats.find_identities(model, lambda: model(batch[:2]))
@@ -283,13 +287,15 @@ def cost() -> None:
             monitor.step()
         return time.perf_counter() - begun
 
-    taken: dict[str, list[float]] = {name: [] for name in ("bare", "measured", "with identities", "with adjoint tests")}
+    names = ("bare", "measured", "with identities", "with identities, later", "with adjoint tests")
+    taken: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(12):
         for name, seconds in taken.items():
-            options = hookstats.Options(identities=found if name == "with identities" else None)
+            options = hookstats.Options(identities=found if "identities" in name else None)
             tensors = (*DEFAULT_TENSORS, *(["adjoint"] if name == "with adjoint tests" else []))
             monitor = None if name == "bare" else hookstats.attach(model, every=1, tensors=tensors, options=options)
-            seconds += [step(monitor) for _ in range(4)][1:]
+            before = WHOLE_STEPS + 1 if "later" in name else 1
+            seconds += [step(monitor) for _ in range(before + 4)][before:]
             if monitor is not None:
                 monitor.detach()
     print(

@@ -19,33 +19,33 @@ namespace {
 constexpr int64_t kTasks = 64;                // tasks to aim for, whatever the number of threads
 constexpr int64_t kSerialElements = 1 << 15;  // below, waking threads costs more than it saves
 
-#define HOOKSTATS_VERSION(target, bytes, type)                                             \
-  target void add_tile(const Tile<type>& tile, LaneSamples& samples, Counting& counting) { \
-    add_tile_in<bytes>(tile, samples, counting);                                           \
-  }                                                                                        \
+#define HOOKSTATS_VERSION(target, bytes, type)                                                            \
+  target void add_tile(const Tile<type>& tile, LaneSamples& samples, Counting& counting) {                \
+    add_tile_in<bytes>(tile, samples, counting);                                                          \
+  }                                                                                                       \
   target bool flat_tile(const FlatTile<type>& tile, Counting& counting, WideSums& total, Sample& exact) { \
-    return flat_tile_in<bytes>(tile, counting, total, exact);                                            \
+    return flat_tile_in<bytes>(tile, counting, total, exact);                                             \
   }
 #define HOOKSTATS_VERSIONS_OF(name, type, aten) HOOKSTATS_VERSIONS(HOOKSTATS_VERSION, type)
 HOOKSTATS_DTYPES(HOOKSTATS_VERSIONS_OF)
 #undef HOOKSTATS_VERSIONS_OF
 #undef HOOKSTATS_VERSION
 
-#define HOOKSTATS_VERSION(target, bytes, type)                                                    \
-  target int vector_bytes() { return bytes; }                                                     \
-  target void count_keys(Counting& counting) { cpu::count_keys<bytes>(counting); }                \
-  target void merge(LaneSamples& into, const LaneSamples& from) { into.merge(from); }             \
-  target void fold(LaneSamples& samples, int width) { samples.fold(width); }                      \
-  target void merge_into_state(const LaneSamples& samples, const State& state, int64_t channel) { \
-    const int width = int(std::min<int64_t>(kLanes, state.channels - channel));                   \
-    samples.merge_into_state(state.moments + channel, state.row_stride, width);                   \
-  }                                                                                               \
+#define HOOKSTATS_VERSION(target, bytes, type)                                                              \
+  target int vector_bytes() { return bytes; }                                                               \
+  target void count_keys(Counting& counting) { cpu::count_keys<bytes>(counting); }                          \
+  target void merge(LaneSamples& into, const LaneSamples& from) { into.merge(from); }                       \
+  target void fold(LaneSamples& samples, int width) { samples.fold(width); }                                \
+  target void merge_into_state(const LaneSamples& samples, const State& state, int64_t channel) {           \
+    const int width = int(std::min<int64_t>(kLanes, state.channels - channel));                             \
+    samples.merge_into_state(state.moments + channel, state.row_stride, width);                             \
+  }                                                                                                         \
   target void finish_into_state(const LaneWideSums& sums, const State& state, int64_t channel, int width) { \
-    sums.merge_into_state(state.moments + channel, state.row_stride, width);                      \
-  }                                                                                               \
-  target void merge_state(LaneSamples& into, const State& state, int64_t channel) {               \
-    const int width = int(std::min<int64_t>(kLanes, state.channels - channel));                   \
-    into.merge_state(state.moments + channel, state.row_stride, width);                           \
+    sums.merge_into_state(state.moments + channel, state.row_stride, width);                                \
+  }                                                                                                         \
+  target void merge_state(LaneSamples& into, const State& state, int64_t channel) {                         \
+    const int width = int(std::min<int64_t>(kLanes, state.channels - channel));                             \
+    into.merge_state(state.moments + channel, state.row_stride, width);                                     \
   }
 HOOKSTATS_VERSIONS(HOOKSTATS_VERSION, )
 #undef HOOKSTATS_VERSION
@@ -186,7 +186,8 @@ class FlatTiles {
     for (int r = 0; r < kMostRows; ++r) gathered_at_[r] = r * kLanes;
   }
 
-  // Reads the elements first .. last - 1. Returns whether they were one tile whose sums() hold; else sample() is theirs.
+  // Reads the elements first .. last - 1. Returns whether they were one tile whose sums() hold; else sample() is
+  // theirs.
   bool read(const scalar_t* channel, const Layout& layout, int64_t first, int64_t last) {
     const int64_t stride = layout.inner_stride();
     // Then what is read next are other channels, of which a tile knows too little.
@@ -327,8 +328,8 @@ void accumulate_planes(const Input& input, const State& state, ParallelFor paral
       const auto* channel = static_cast<const scalar_t*>(input.data) + c * layout.channel_stride;
       histogram.move_to(c);
       linear.move_to(c);
-      const bool holds = tiles.read(channel, layout, split.begin(part) * kTile,
-                                    std::min(layout.count, split.begin(part + 1) * kTile));
+      const bool holds =
+          tiles.read(channel, layout, split.begin(part) * kTile, std::min(layout.count, split.begin(part + 1) * kTile));
       if (parts) {
         parts[task] = tiles.sample();
       } else if (holds) {

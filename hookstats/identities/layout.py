@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -153,12 +153,16 @@ class IdentityLayout:
 
     def spreads(self, modules: Container[str], *how: Any) -> dict[str, SpreadHook]:
         """Return hooks of all modules whose parameters or outputs identities are of. how: more arguments of each."""
-        names = [owner_of(name) for each in self.identities for name in each.parameters] + [*self.channels]
         return {
             name: SpreadHook(self.channels.get(name, {}), name in self.readers, *how)
-            for name in dict.fromkeys(names)
+            for name in self.modules_of(self.identities)
             if name in modules
         }
+
+    @staticmethod
+    def modules_of(identities: Iterable[Identity]) -> dict[str, None]:
+        """Return the modules whose parameters or outputs these are of, each once."""
+        return dict.fromkeys(name for i in identities for name in (*map(owner_of, i.parameters), i.module))
 
     def read(self, parts: Mapping[int, Mapping[str, LocalParameter]], home: torch.device) -> torch.Tensor:
         """Return the sums of w g, (w g)^2 and w^2 at each place of some identities, float64[places, 3], on `home`.

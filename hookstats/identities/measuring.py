@@ -4,6 +4,9 @@ Of each identity at most 64 sums are read, the same in all steps and on all rank
 merged: runs of four adjacent channels, which lie in one sector of memory, spread over all. What is measured
 goes to sites of its own: "identity.3.left" and "identity.3.right" of each parameter of an identity, by its number, and
 beside them "identity.3.rounding", the variance of their difference.
+
+Most wrong gradients are wrong from the first step on, so the first measured steps read all identities. Later ones read
+a part of them each, in turns, and the hooks of other modules do nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from hookstats.modules import order
 from hookstats.modules.selection import Slot, clean_names
 from hookstats.modules.sharding import is_dtensor
 from hookstats.numbers.fields import Site
-from hookstats.numbers.identities import ROUNDING, SIDES, tensor_of
+from hookstats.numbers.identities import MANY, ROUNDING, SIDES, tensor_of
 from hookstats.tools.undo import unwrap_parallel
 from hookstats.watch.batches import Batches, Owner, Parameter
 from hookstats.watch.binding import SiteBinder
@@ -37,6 +40,8 @@ from hookstats.watch.scaling import Scaling
 
 MOST = 64  # sums of an identity
 _RUN = 4  # of which so many are adjacent
+WHOLE_STEPS = 8  # the first measured steps, which read all identities
+_MOST_PARTS = 4  # of the identities, which take turns then, each of at least 2 * MANY: a rule looks for many at once
 
 
 class _Watched(NamedTuple):
@@ -87,6 +92,11 @@ class JointSums:
         self._layout = IdentityLayout(chosen, lambda name: _dims(self._parameter(name).get()))
         self.watched = [self._watch(n, each, identities.list_rivals(each)) for n, each in enumerate(chosen)]
         self._spreads = self._layout.spreads(self._modules, self._is_measuring, self._fail)
+        parts = max(1, min(_MOST_PARTS, len(chosen) // (2 * MANY)))
+        self._part_of = [number * parts // len(chosen) for number in range(len(chosen))]  # neighbours share modules
+        self._parts = parts
+        self._part: int | None = None  # that the open step reads; None: all
+        self._closed = 0  # measured steps
         self._step = store.clears  # the open one
         self._done = set[int]()  # numbers, in this step
         self.left_out: dict[int, str] = {}  # of which at their latest step, with the reason
@@ -96,6 +106,17 @@ class JointSums:
         found = [order.register(self._modules[name], spread) for name, spread in self._spreads.items()]
         self._modules = {}  # it does not keep the model alive
         return found
+
+    def close_step(self) -> None:
+        """Choose what the next measured step reads. All ranks measure the same steps, and so choose alike."""
+        self._closed += 1
+        if self._closed < WHOLE_STEPS or self._parts == 1:
+            return
+        self._part = (self._closed - WHOLE_STEPS) % self._parts
+        due = [each.identity for each in self.watched if self._part_of[each.number] == self._part]
+        names = self._layout.modules_of(due)
+        for name, spread in self._spreads.items():
+            spread.is_due = name in names
 
     def _fail(self, error: Exception) -> None:
         if self._store.strict:
@@ -182,7 +203,7 @@ class JointSums:
         due: list[_Watched] = []
         parts: dict[int, dict[str, _LocalParameter]] = {}
         for each in self.watched:
-            if each.number in self._done:
+            if each.number in self._done or self._part not in (None, self._part_of[each.number]):
                 continue
             own = {name: self._parameters[name].get() for name in each.names}
             if stepping is not None and not any(id(tensor) in stepping for tensor in own.values()):

@@ -68,6 +68,7 @@ class SpreadHook(ModuleHook):
         dtypes: of the outputs that came, and of autocast.
         versions: of the module's own parameters when it ran last: which tensor, and how often that had been written to.
         seen: of each call.
+        is_due: whether the open step reads an identity of this module.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class SpreadHook(ModuleHook):
         self._is_reader = is_reader
         self._is_on = is_on
         self._fail = fail
+        self.is_due = True
         self.clear()
 
     def clear(self) -> None:
@@ -97,7 +99,7 @@ class SpreadHook(ModuleHook):
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         """Wait for the output's gradient."""
-        if torch.compiler.is_compiling() or torch._C._is_tracing() or not self._is_on():
+        if torch.compiler.is_compiling() or torch._C._is_tracing() or not (self.is_due and self._is_on()):
             return
         self._carefully(self._see, module, args, output)
 

@@ -147,8 +147,9 @@ class Options:
         laws: ``{name: False}``, laws that are broken by design, of `Monitor.laws`: recordings leave
             their rules out. "bias", "cross_entropy", "optimizer", "step", "replica", "reduction", "identity",
             "adjoint".
-        identities: what `hookstats.find_identities` has found of this model: in each measured step both sides of each
-            are summed up, before the optimizer steps, and recordings compare them.
+        identities: what `hookstats.find_identities` has found of this model: both sides of each are summed up
+            before the optimizer steps, and recordings compare them. The first eight measured steps sum up
+            all identities; of 16 or more, later ones take turns.
         attention_rows: of each head, how many queries' logits ``"attention"`` computes, others at each measured step;
             None: all.
 

@@ -477,8 +477,9 @@ class Parameters:
         if self._has_samples and self._store.flags.value:
             self._carefully(self._sample_the_others)
         self.measure()
-        if self.adjoint is not None:
-            self.adjoint.close_step()
+        for each in (self.identities, self.adjoint):
+            if each is not None:
+                each.close_step()
         self._unstepped = {}
         self.reset()
 
