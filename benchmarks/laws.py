@@ -23,7 +23,7 @@ from benchmarks.law_trainings import CLIENTS, LANGUAGE, OTHERS, Make
 from hookstats import Snapshot
 from hookstats.numbers.token_weights import LOGITS, NAMES, ROUNDING, LogitsGradient, TokenWeights, logits_of
 from hookstats.rules import judge, rules_of_laws
-from hookstats.rules.laws import sides_of_biases
+from hookstats.rules.laws import find_sides_of_biases
 from hookstats.rules.ratios import residuals as residuals_of
 from hookstats.rules.step import SiteIds, Step
 from hookstats.watch.arguments import DEFAULT_TENSORS
@@ -33,7 +33,7 @@ TENSORS = (*DEFAULT_TENSORS, "outside_update", "optimizer_law")
 
 def bias(step: Step) -> list[float]:
     """Return of each layer the largest of its channels."""
-    sides, calls = sides_of_biases(step, "param_grad")
+    sides, calls = find_sides_of_biases(step, "param_grad")
     if sides is None:
         return []
     common, told, off = residuals_of(sides, 1 / step.ranks)
@@ -45,7 +45,7 @@ def bias(step: Step) -> list[float]:
 
 
 def cross_entropy(step: Step) -> list[float]:
-    found = [np.flatnonzero(step.valued(f"token_weights.{name}")) for name in NAMES]
+    found = [np.flatnonzero(step.find_finite(f"token_weights.{name}")) for name in NAMES]
     if any(len(sites) != 1 for sites in found) or "loss" not in step.scalars:
         return []
     weights = TokenWeights.of([step.totals.entries(sites) for sites in found], step.ranks)
@@ -58,7 +58,7 @@ def cross_entropy(step: Step) -> list[float]:
 def norm(step: Step) -> list[float]:
     """Return the norm of the logits' gradient over the largest, or the smallest over it, but for rounding."""
     name = logits_of(step.scalars)
-    site = -1 if name is None else step.id_of(name.removeprefix(LOGITS), "grad_output")
+    site = -1 if name is None else step.find_id(name.removeprefix(LOGITS), "grad_output")
     if name is None or site < 0 or step.nonfinite[site] or not step.calls[site]:
         return []
     totals, calls = step.totals.entries(np.array([site])), int(step.calls[site])
@@ -68,14 +68,14 @@ def norm(step: Step) -> list[float]:
 
 def optimizer(step: Step) -> list[float]:
     """Only whether an element is beyond what is allowed is known: 0, or 2."""
-    mask = step.valued("optimizer_law")
+    mask = step.find_finite("optimizer_law")
     off = (step.totals.min[mask] != 1) | (step.totals.max[mask] != 1)
     return (2.0 * off).tolist()  # type: ignore[no-any-return]
 
 
 def between(step: Step) -> list[float]:
     """Nothing is allowed: 0, or 2."""
-    changed = step.totals.abs_max[step.valued("outside_update")] > 0
+    changed = step.totals.abs_max[step.find_finite("outside_update")] > 0
     return (2.0 * changed).tolist()  # type: ignore[no-any-return]
 
 

@@ -138,7 +138,7 @@ def attach(
     too_much = plan.reserve(store)
     for device in store.blocks:
         if device.type == "cuda":
-            _native.load_kernels(device, _dtypes_of(model), histogram)
+            _native.load_kernels(device, _list_dtypes(model), histogram)
     binder = SiteBinder(store, TrainingOnly(model, options.training_only, store.flags))
     handles: list[Any] = []
     joined = monitor = None
@@ -152,9 +152,9 @@ def attach(
             Routers(binder, kept.which is not False),
             scaling,
         )
-        parts.parameters.given_loss.no_weights = apart = _tokens_apart(model, process_group)
+        parts.parameters.given_loss.no_weights = apart = _explain_tokens_apart(model, process_group)
         if options.identities is not None:
-            parts.parameters.identities = _joint_sums(model, options, binder, scaling, process_group)
+            parts.parameters.identities = _make_joint_sums(model, options, binder, scaling, process_group)
             handles += parts.parameters.identities.register_hooks()
         names = _register_hooks(parts, handles, model, plan, exclude, bool(apart))
         ranks, joined = _join_ranks(model, process_group, names, options.memory_budget)
@@ -177,7 +177,7 @@ def attach(
             is_judged=any(isinstance(sink, Recorder) for sink in callables),
             declared=options.laws,
         )
-        settings = _settings(model, monitor, plan, every, rows, budget, kept.every, options)
+        settings = _collect_settings(model, monitor, plan, every, rows, budget, kept.every, options)
         of_all = settings if joined is None else settings | {"rank": 0, "world_size": ranks.world_size}
         for recorder in delivery.recorders:
             recorder.begin(settings if recorder.every_rank else of_all)
@@ -232,7 +232,7 @@ def _register_hooks(
         handles.append(watch_optimizers(parts.parameters))
     names = [*plan.modules, *plan.parameters]
     if "attention" in plan.kinds:
-        attending = _attentions(model, exclude)
+        attending = _find_attentions(model, exclude)
         names += attending
         handles += parts.attentions.watch(
             attending, {name: device_of(m) or plan.device for name, m in attending.items()}
@@ -246,14 +246,14 @@ def _register_hooks(
     if root is not None:
         handles.append(order.register(root, TokenWeightsHook(parts.binder, root, device_of(root) or plan.device)))
     if "router" in plan.kinds:
-        choosing = _routers(model, exclude)
+        choosing = _find_routers(model, exclude)
         names += choosing
         devices = {name: device_of(each.module) or plan.device for name, each in choosing.items()}
         handles += parts.routers.watch(choosing, devices)
     return names
 
 
-def _tokens_apart(model: nn.Module, process_group: Any) -> str:
+def _explain_tokens_apart(model: nn.Module, process_group: Any) -> str:
     """Return why the tokens of a loss are not those of the ranks that measure together, each its own; empty: they are.
 
     A part of a vocabulary, of a pipeline, or replicas of the same logits have no weights of tokens that add up.
@@ -271,7 +271,9 @@ def _tokens_apart(model: nn.Module, process_group: Any) -> str:
     return ""
 
 
-def _joint_sums(model: nn.Module, options: Options, binder: SiteBinder, scaling: Scaling, process_group: Any) -> Any:
+def _make_joint_sums(
+    model: nn.Module, options: Options, binder: SiteBinder, scaling: Scaling, process_group: Any
+) -> Any:
     from hookstats.identities.measuring import JointSums  # of which not everybody makes use
 
     group = process_group.group if isinstance(process_group, Ranks) else process_group
@@ -284,7 +286,7 @@ def _joint_sums(model: nn.Module, options: Options, binder: SiteBinder, scaling:
     return JointSums(model, options.identities, binder.store, binder, scaling, merged)
 
 
-def _attentions(model: nn.Module, exclude: Modules) -> dict[str, nn.Module]:
+def _find_attentions(model: nn.Module, exclude: Modules) -> dict[str, nn.Module]:
     found = attentions(list_modules(model, exclude))
     if not found:
         raise ValueError(
@@ -294,7 +296,7 @@ def _attentions(model: nn.Module, exclude: Modules) -> dict[str, nn.Module]:
     return found
 
 
-def _routers(model: nn.Module, exclude: Modules) -> dict[str, Router]:
+def _find_routers(model: nn.Module, exclude: Modules) -> dict[str, Router]:
     found = routers(list_modules(model, exclude))
     if not found:
         raise ValueError(
@@ -319,7 +321,7 @@ def _join_ranks(
     return joined.ranks, joined
 
 
-def _settings(
+def _collect_settings(
     model: nn.Module,
     monitor: Monitor,
     plan: Plan,
@@ -386,7 +388,7 @@ def _report_model(model: nn.Module) -> None:
         )
 
 
-def _dtypes_of(model: nn.Module) -> set[torch.dtype]:
+def _list_dtypes(model: nn.Module) -> set[torch.dtype]:
     """Return the dtypes of its tensors, and those to which autocast converts them."""
     own = {each.dtype for each in (*model.parameters(), *model.buffers())}
     return own | {torch.float32, torch.bfloat16, torch.float16}

@@ -59,17 +59,17 @@ def doctor() -> int:
 def lines() -> list[Line]:
     """Return the lines of the report, in the order in which one needs the other."""
     found = [Line("ok", "python", f"{platform.python_version()}, {platform.system()} {platform.machine()}")]
-    found.append(Line("ok", "hookstats", f"{_own_version()} in {Path(__file__).parent}"))
+    found.append(Line("ok", "hookstats", f"{_read_own_version()} in {Path(__file__).parent}"))
     try:
         torch = import_module("torch")
     except Exception as error:  # a torch that is broken is as good as none
-        found.append(Line("fix", "torch", f"cannot be imported: {_first_line(error)}", _install("'torch>=2.11'")))
-        return [*found, *_extras()]
-    found.append(Line("ok", "torch", _about_torch(torch)))
+        found.append(Line("fix", "torch", f"cannot be imported: {_read_first_line(error)}", _install("'torch>=2.11'")))
+        return [*found, *_list_extras()]
+    found.append(Line("ok", "torch", _describe_torch(torch)))
     build = _build()
     found.append(build)
-    found += _gpu(torch, build.state == "ok")
-    return [*found, *_extras()]
+    found += _describe_gpu(torch, build.state == "ok")
+    return [*found, *_list_extras()]
 
 
 def _install(what: str) -> str:
@@ -77,14 +77,14 @@ def _install(what: str) -> str:
     return f"{shlex.quote(sys.executable or 'python3')} -m pip install {what}"
 
 
-def _own_version() -> str:
+def _read_own_version() -> str:
     try:
         return version("hookstats")
     except PackageNotFoundError:
         return "not installed, a checkout"
 
 
-def _about_torch(torch: Any) -> str:
+def _describe_torch(torch: Any) -> str:
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     return f"{torch.__version__}, {cuda}"
 
@@ -101,7 +101,7 @@ def _build() -> Line:
         if stats.total.l2_norm != 5.0:
             raise RuntimeError(f"expected the norm of [3, 4] to be 5, got {stats.total.l2_norm}")
     except Exception as error:
-        return Line("fix", "extension", _first_line(error), _install(_REBUILD))
+        return Line("fix", "extension", _read_first_line(error), _install(_REBUILD))
     kernels = f"for GPUs {', '.join(built['architectures'])}" if built["architectures"] else "for the CPU alone"
     if built["without_glue"]:
         asked = built["without_glue"].startswith("HOOKSTATS_GLUE")
@@ -112,8 +112,8 @@ def _build() -> Line:
     return Line("ok", "extension", f"built for torch {built['torch']}{beside}, {kernels}")
 
 
-def _gpu(torch: Any, is_built: bool) -> list[Line]:
-    nvcc = _nvcc()
+def _describe_gpu(torch: Any, is_built: bool) -> list[Line]:
+    nvcc = _find_nvcc()
     if not torch.cuda.is_available():
         why = "torch sees none" if torch.version.cuda else "this torch is built without CUDA"
         found = [Line("-", "GPU", f"none: {why}")]
@@ -147,7 +147,7 @@ def _runs_on(capability: tuple[int, int], architectures: list[str]) -> bool:
     return False
 
 
-def _nvcc() -> str | None:
+def _find_nvcc() -> str | None:
     """Return the version that nvcc prints."""
     homes = [f"{home}/bin" for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
     path = shutil.which("nvcc", path=os.pathsep.join([*homes, os.environ.get("PATH", ""), f"{_TOOLKIT}/bin"]))
@@ -161,17 +161,17 @@ def _nvcc() -> str | None:
     return f"{release[1]} {path}" if release else path
 
 
-def _extras() -> list[Line]:
+def _list_extras() -> list[Line]:
     found = []
     for extra, (module, purpose) in EXTRAS.items():
         if find_spec(module) is None:
             found.append(Line("-", extra, f"{module} is missing: {purpose}", _install(f"'hookstats[{extra}]'")))
         else:
-            found.append(Line("ok", extra, f"{module} {_version_of(module)}"))
+            found.append(Line("ok", extra, f"{module} {_read_version(module)}"))
     return found
 
 
-def _version_of(module: str) -> str:
+def _read_version(module: str) -> str:
     for name in (module, f"{module}-skinny"):
         try:
             return version(name)
@@ -180,5 +180,5 @@ def _version_of(module: str) -> str:
     return ""
 
 
-def _first_line(error: Exception) -> str:
+def _read_first_line(error: Exception) -> str:
     return (str(error).strip() or repr(error)).splitlines()[0]

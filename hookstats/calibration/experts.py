@@ -51,7 +51,9 @@ class Stacked:
 
 def find_stacked(modules: Mapping[str, nn.Module]) -> dict[str, list[Stacked]]:
     """The parameters of three dimensions of the modules that are called experts, by the names of these."""
-    found = {name: [Stacked(name, m, key) for key in _keys(m)] for name, m in modules.items() if _are_experts(name, m)}
+    found = {
+        name: [Stacked(name, m, key) for key in _list_keys(m)] for name, m in modules.items() if _are_experts(name, m)
+    }
     return {name: parameters for name, parameters in found.items() if parameters}
 
 
@@ -60,7 +62,7 @@ def _are_experts(name: str, module: nn.Module) -> bool:
     return bool(is_called_so) and not isinstance(module, nn.modules.conv._ConvNd)
 
 
-def _keys(module: nn.Module) -> list[str]:
+def _list_keys(module: nn.Module) -> list[str]:
     own = module.named_parameters(recurse=False)
     return [key for key, each in own if not nn.parameter.is_lazy(each) and each.dim() == 3 and each.is_floating_point()]
 
@@ -78,7 +80,7 @@ class ShownRows(TorchFunctionMode):
         self._monitor = monitor
         self._by_storage: dict[int, list[Stacked]] = {}
         for each in parameters:
-            self._by_storage.setdefault(_storage(each.parameter), []).append(each)
+            self._by_storage.setdefault(_find_storage(each.parameter), []).append(each)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -90,7 +92,7 @@ class ShownRows(TorchFunctionMode):
         if len(args) < 2 or not isinstance(args[1], torch.Tensor) or args[1].dim() not in (2, 3):
             return
         rows, weight = args[:2]
-        found = self._parameter_of(weight)
+        found = self._find_parameter(weight)
         if found is None:
             return
         parameter = found.parameter
@@ -108,10 +110,10 @@ class ShownRows(TorchFunctionMode):
                 self._show(found, number, rows[begin:end])
                 begin = end
 
-    def _parameter_of(self, weight: torch.Tensor) -> Stacked | None:
+    def _find_parameter(self, weight: torch.Tensor) -> Stacked | None:
         if type(weight) not in _PLAIN or weight.layout != torch.strided:
             return None
-        for each in self._by_storage.get(_storage(weight), ()):
+        for each in self._by_storage.get(_find_storage(weight), ()):
             parameter = each.parameter
             if 0 <= weight.storage_offset() - parameter.storage_offset() < parameter.numel():
                 return each
@@ -125,5 +127,5 @@ class ShownRows(TorchFunctionMode):
             self._monitor.tap(rows, found.expert(number), channel_dim=-1)
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def _find_storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()

@@ -85,7 +85,7 @@ class Calibration(Mapping[str, InputStats]):
             ValueError: unless 0 <= alpha <= 1; where the calibration has no model.
         """
         _check_share("smoothquant", "alpha", alpha)
-        weights = self._weights_for("smoothquant")
+        weights = self._find_weights("smoothquant")
         scales: dict[str, torch.Tensor] = {}
         for names in self.groups:
             if self[names[0]].tokens:
@@ -108,10 +108,10 @@ class Calibration(Mapping[str, InputStats]):
             ValueError: unless 0 <= sparsity <= 1; where the calibration has no model.
         """
         _check_share("wanda", "sparsity", sparsity)
-        weights = self._weights_for("wanda")
+        weights = self._find_weights("wanda")
         return {name: choose_pruned(stats, weights[name], sparsity) for name, stats in self.items() if stats.tokens}
 
-    def _weights_for(self, what: str) -> dict[str, Weight]:
+    def _find_weights(self, what: str) -> dict[str, Weight]:
         missing = [name for name in self if name not in self._weights]
         if missing:
             raise ValueError(
@@ -126,9 +126,9 @@ class Calibration(Mapping[str, InputStats]):
         ``outlier``: the largest abs_max of a channel over the median one. Percentiles are those of
         `InputStats.quantile`.
         """
-        return "\n".join([*align_columns(self._rows(), left=1), *self._list_uncovered()])
+        return "\n".join([*align_columns(self._list_rows(), left=1), *self._list_uncovered()])
 
-    def _rows(self) -> list[list[str]]:
+    def _list_rows(self) -> list[list[str]]:
         rows = [
             ["layer", "tokens", "channels", "amax", *(f"p{each:g}" for each in _PERCENTILES), "outlier", "nonfinite"]
         ]
@@ -150,7 +150,7 @@ class Calibration(Mapping[str, InputStats]):
 
     def _repr_html_(self) -> str:
         """Return the table for notebooks, of 60 layers at most."""
-        return html(repr(self), self._rows(), 1, self._list_uncovered())
+        return html(repr(self), self._list_rows(), 1, self._list_uncovered())
 
     def save(self, path: str | Path) -> None:
         """Writes a file of safetensors, which `load` reads without any loss.
@@ -171,7 +171,7 @@ class Calibration(Mapping[str, InputStats]):
             arrays |= {f"{name}.amax": np.array([stats.amax]), f"{name}.magnitudes": stats.magnitudes}
         experts = {name: weight.input_dim for name, weight in self._weights.items() if weight.expert is not None}
         about = {"version": _VERSION, "names": list(self), "not_covered": self.not_covered, "experts": experts}
-        _safetensors().numpy.save_file(arrays, str(path), {"hookstats.calibration": json.dumps(about)})
+        _import_safetensors().numpy.save_file(arrays, str(path), {"hookstats.calibration": json.dumps(about)})
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module | None = None) -> Calibration:
@@ -187,7 +187,7 @@ class Calibration(Mapping[str, InputStats]):
             ValueError: for a file that `save` did not write, or for another model: one without a layer of the file, or
                 with another width there.
         """
-        safetensors = _safetensors()
+        safetensors = _import_safetensors()
         try:
             with safetensors.safe_open(str(path), "numpy") as file:
                 about = json.loads((file.metadata() or {})["hookstats.calibration"])
@@ -198,7 +198,7 @@ class Calibration(Mapping[str, InputStats]):
             raise ValueError(
                 f"load: {path}: expected a file that Calibration.save wrote, got another one: {error}"
             ) from None
-        weights = {} if model is None else _weights_of(model, about["experts"])
+        weights = {} if model is None else _read_weights(model, about["experts"])
         if model is not None:
             _check_model(inputs, weights)
         return cls(inputs, weights, about["not_covered"])
@@ -213,7 +213,7 @@ def _read(file: Any, name: str) -> InputStats:
     return InputStats(abs_max, mean, abs_mean, l2_norm, tokens, nonfinite, zeros, array("magnitudes"))
 
 
-def _weights_of(model: nn.Module, experts: Mapping[str, int]) -> dict[str, Weight]:
+def _read_weights(model: nn.Module, experts: Mapping[str, int]) -> dict[str, Weight]:
     """experts: the input_dim of each expert of stacked ones."""
     named = clean_names(model)
     weights = {name: weight_of(module) for name, module in named.items() if isinstance(module, LINEAR)}
@@ -234,7 +234,7 @@ def _check_model(inputs: Mapping[str, InputStats], weights: Mapping[str, Weight]
             raise ValueError(f"load: expected {wanted} input channels of {name!r}, as in the file, got {got}")
 
 
-def _safetensors() -> Any:
+def _import_safetensors() -> Any:
     try:
         import safetensors
         import safetensors.numpy

@@ -35,9 +35,11 @@ def contents_of(
     """Return all tensors of a model and of the optimizers' state, and why some are skipped, by name and kind."""
     held, skipped = list[Replica](), dict[str, str]()
     flat = {id(each) for module in find_flattened(model) for each in module._parameters.values()}
-    for name, kind, tensor, is_flat in _tensors_of(model, optimizers, buffers, gradients, flat):
-        piece, local = (_piece(tensor), tensor._local_tensor) if is_dtensor(tensor) else ("", tensor)
-        problem = "a part cut by FullyShardedDataParallel" if is_flat and not piece else _unreadable(tensor, local)
+    for name, kind, tensor, is_flat in _list_tensors(model, optimizers, buffers, gradients, flat):
+        piece, local = (_name_piece(tensor), tensor._local_tensor) if is_dtensor(tensor) else ("", tensor)
+        problem = (
+            "a part cut by FullyShardedDataParallel" if is_flat and not piece else _explain_unreadable(tensor, local)
+        )
         if problem:
             skipped[f"{name} ({kind})"] = problem
         else:
@@ -46,7 +48,7 @@ def contents_of(
     return held, skipped
 
 
-def _tensors_of(
+def _list_tensors(
     model: nn.Module, optimizers: Sequence[Any], buffers: bool, gradients: bool, flat: set[int]
 ) -> Iterator[tuple[str, str, Any, bool]]:
     """Yield name, kind and tensor, a shared one under its first name, and whether it is flat."""
@@ -70,7 +72,7 @@ def _tensors_of(
                         yield name, f"{prefix}.{key}", value, id(parameter) in flat
 
 
-def _piece(tensor: Any) -> str:
+def _name_piece(tensor: Any) -> str:
     """Return the place of a DTensor's part: its coordinates in the dimensions that cut the tensor."""
     mesh = tensor.device_mesh
     coordinates = mesh.get_coordinate()
@@ -84,7 +86,7 @@ def _piece(tensor: Any) -> str:
     return ", ".join(cut)
 
 
-def _unreadable(tensor: torch.Tensor, local: torch.Tensor) -> str | None:
+def _explain_unreadable(tensor: torch.Tensor, local: torch.Tensor) -> str | None:
     """Return the reason why the bits cannot be read; None where they can."""
     if nn.parameter.is_lazy(tensor):
         return "not initialised yet"
@@ -114,7 +116,7 @@ def checksums(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
         here = [i for i, each in enumerate(tensors) if each.device == device]
         at_once = _WORDS if device.type == "cpu" else 64 * _WORDS  # what a cache holds; what makes up for a launch
         found = torch.zeros(len(here), dtype=torch.int64, device=device)
-        for chunk in _chunks([tensors[i] for i in here], at_once):
+        for chunk in _cut_chunks([tensors[i] for i in here], at_once):
             _add_sums(chunk, found)
         sums[here] = found.cpu().numpy()
     return sums
@@ -125,7 +127,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _chunks(tensors: Sequence[torch.Tensor], at_once: int) -> Iterator[list[tuple[int, int, torch.Tensor]]]:
+def _cut_chunks(tensors: Sequence[torch.Tensor], at_once: int) -> Iterator[list[tuple[int, int, torch.Tensor]]]:
     """Cut tensors into chunks of so many words at most: parts, each with the tensor's number and its first word."""
     chunk: list[tuple[int, int, torch.Tensor]] = []
     size = 0

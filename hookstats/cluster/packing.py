@@ -90,7 +90,7 @@ class Packer:
         """Return the whole. packed: of all ranks. own: the same step of this rank."""
         union = self.union
         self.apart |= dict.fromkeys(site for site in union.alternatives if packed.compared[0, union.compared[site]])
-        kept, sites = self._sites([site for site in union.alternatives if site not in self.apart])
+        kept, sites = self._select_sites([site for site in union.alternatives if site not in self.apart])
         states, scalars = np.split(packed.states, [union.channel_begin[-1]], axis=1)
         is_narrow, begin = union.whole.channels == 1, union.channel_begin
         wide = [states[:, begin[i] : begin[i + 1]] for i in np.flatnonzero(~is_narrow).tolist()]
@@ -131,7 +131,7 @@ class Packer:
             frame.spread = {name: Spread(-least, by, most, of) for name, (least, most), (by, of) in found}
         return frame
 
-    def _sites(self, once: list[Site]) -> tuple[Counts, Sites]:
+    def _select_sites(self, once: list[Site]) -> tuple[Counts, Sites]:
         """Return the rows that are merged, and their sites.
 
         once: alternatives that are the same on all ranks, of which the first stands for all.

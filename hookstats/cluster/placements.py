@@ -70,9 +70,9 @@ def part_of(size: int, cuts: Sequence[MeshAxis], ranks: frozenset[int]) -> DimSp
         chunk = -(-size // len(axis.ranks))
         begin = min(axis.coordinate * chunk, size)
         start, size = start + begin, min(chunk, size - begin)
-        members = len(_members(axis, ranks))
+        members = len(_list_members(axis, ranks))
         if members == 1 and len(axis.ranks) > 1:  # what this rank has along it is all that is merged
-            if any(len(_members(each, ranks)) > 1 for each in cuts[:i]):
+            if any(len(_list_members(each, ranks)) > 1 for each in cuts[:i]):
                 return None
             whole, start = size, 0
         elif members < len(axis.ranks):
@@ -80,7 +80,7 @@ def part_of(size: int, cuts: Sequence[MeshAxis], ranks: frozenset[int]) -> DimSp
     return DimSpan(whole, start, size)
 
 
-def _members(axis: MeshAxis, ranks: frozenset[int]) -> list[int]:
+def _list_members(axis: MeshAxis, ranks: frozenset[int]) -> list[int]:
     """Return the coordinates along an axis of the ranks that are merged."""
     return [coordinate for coordinate, rank in enumerate(axis.ranks) if rank in ranks]
 
@@ -107,7 +107,7 @@ class Placements:
         # Merging keeps the latest of these for good; a model that nobody else holds is to go all the same.
         self._modules = WeakValueDictionary(clean_names(model))
         self._axes: dict[Any, tuple[MeshAxis, ...] | None] = {}  # by mesh
-        self._parallel = self._tensor_parallel_axes(_data_parallel_ranks(model))
+        self._parallel = self._find_tensor_parallel_axes(_find_data_parallel_ranks(model))
         self._flat = {
             id(module): self._ranks.intersection(dist.get_process_group_ranks(outer.process_group))
             for module, outer in find_flattened(model).items()
@@ -134,18 +134,18 @@ class Placements:
 
     def _is_lowest(self, axes: Sequence[MeshAxis]) -> bool:
         """Return True for the lowest of the merged ranks along each of these axes."""
-        return all(axis.coordinate == _members(axis, self._ranks)[0] for axis in axes)
+        return all(axis.coordinate == _list_members(axis, self._ranks)[0] for axis in axes)
 
-    def _along(self, axes: Sequence[MeshAxis]) -> tuple[int, ...]:
+    def _list_along(self, axes: Sequence[MeshAxis]) -> tuple[int, ...]:
         """Return the merged ranks that differ from this one along these axes alone; (): their numbers are irregular."""
         rank = dist.get_rank()
-        steps = [[axis.ranks[each] - rank for each in _members(axis, self._ranks)] for axis in axes]
+        steps = [[axis.ranks[each] - rank for each in _list_members(axis, self._ranks)] for axis in axes]
         found = {rank + sum(each) for each in itertools.product(*steps)}
         return tuple(sorted(found)) if len(found) == math.prod(map(len, steps)) and found <= self._ranks else ()
 
     def _place_dtensor(self, own: TableRow, sharding: Sharding, channels: int | None) -> Place:
         mesh, placements, dim, size = sharding
-        axes = self._axes_of(mesh)
+        axes = self._find_axes(mesh)
         ranks = self._ranks.intersection(mesh.mesh.flatten().tolist())
         owners = min(ranks) if own.is_parameter and ranks else "each"
         if axes is None:  # a mesh without this rank
@@ -179,7 +179,7 @@ class Placements:
                 size, offset = size * len(axis.ranks), offset * len(axis.ranks) + axis.coordinate * (channels or 1)
             parts.append(axis)
         leads = self._is_lowest(parts if own.is_parameter else cuts)  # of the parts of one tensor
-        peers = self._along(replicated) if own.is_parameter else ()
+        peers = self._list_along(replicated) if own.is_parameter else ()
         return Place(size or 1, "each", offset if size else 0, self._is_lowest(replicated), leads, peers)
 
     def _is_of_channels(self, own: TableRow, dim: int) -> bool | None:
@@ -197,14 +197,14 @@ class Placements:
 
     def _place_plain(self, own: TableRow, channels: int | None) -> Place:
         """Place an activation under tensor parallelism."""
-        found = None if channels is None else self._shard_of_own_weight(own.site, channels)
+        found = None if channels is None else self._find_shard_of_own_weight(own.site, channels)
         if found is None:
             return self._keep_apart(own, whole(own), self._parallel)
         span, cuts = found
         placed = Place(span.whole, "each", span.offset, leads=self._is_lowest(cuts))
         return self._keep_apart(own, placed, [axis for axis in self._parallel if axis not in cuts])
 
-    def _shard_of_own_weight(self, site: Site, channels: int) -> tuple[DimSpan, list[MeshAxis]] | None:
+    def _find_shard_of_own_weight(self, site: Site, channels: int) -> tuple[DimSpan, list[MeshAxis]] | None:
         """Return the part of the channels that an activation has which is as wide as its module's local weight."""
         module = self._modules.get(site.name)
         if module is None:
@@ -213,7 +213,7 @@ class Placements:
         natural = input_channels(module, None) if is_input else natural_channels(module)
         wide = natural.width if natural is not None else None
         for parameter in list(module._parameters.values()):  # the trainer may replace them meanwhile
-            axes = self._axes_of(parameter.device_mesh) if isinstance(parameter, DTensor) else None
+            axes = self._find_axes(parameter.device_mesh) if isinstance(parameter, DTensor) else None
             if axes is None:
                 continue
             here = [pair for pair in zip(axes, parameter.placements, strict=True) if pair[0] in self._parallel]
@@ -235,14 +235,14 @@ class Placements:
             return placed
         told = ",".join(f"{axis.name}={axis.coordinate}" for axis in axes)
         site = Site(own.site.name, f"{own.site.tensor}[{told}]")
-        return placed._replace(site=site, peers=self._along(axes))
+        return placed._replace(site=site, peers=self._list_along(axes))
 
-    def _axes_of(self, mesh: Any) -> tuple[MeshAxis, ...] | None:
+    def _find_axes(self, mesh: Any) -> tuple[MeshAxis, ...] | None:
         if mesh not in self._axes:
             self._axes[mesh] = axes_of(mesh)
         return self._axes[mesh]
 
-    def _tensor_parallel_axes(self, data_parallel: list[set[int]]) -> list[MeshAxis]:
+    def _find_tensor_parallel_axes(self, data_parallel: list[set[int]]) -> list[MeshAxis]:
         """Return the axes of DTensor parameters, not of data parallelism: ranks along them may hold equal activations.
 
         What FSDP and DDP have made data parallel is known by its ranks; along an axis inside of these, as that of
@@ -251,10 +251,10 @@ class Placements:
         found: dict[tuple[int, ...], MeshAxis] = {}
         for module in self._modules.values():
             for parameter in list(module._parameters.values()):  # the trainer may replace them meanwhile
-                of_mesh = self._axes_of(parameter.device_mesh) if isinstance(parameter, DTensor) else None
+                of_mesh = self._find_axes(parameter.device_mesh) if isinstance(parameter, DTensor) else None
                 axes: tuple[MeshAxis, ...] = of_mesh or ()
                 for axis in axes:
-                    is_merged = len(_members(axis, self._ranks)) > 1
+                    is_merged = len(_list_members(axis, self._ranks)) > 1
                     if is_merged and not any(ranks.issuperset(axis.ranks) for ranks in data_parallel):
                         found.setdefault(axis.ranks, axis)
         return list(found.values())
@@ -289,7 +289,7 @@ def _find_replicated(
     return found
 
 
-def _data_parallel_ranks(model: nn.Module) -> list[set[int]]:
+def _find_data_parallel_ranks(model: nn.Module) -> list[set[int]]:
     """Return the ranks, this one among them, over which FSDP shards or DDP replicates: each has other batches.
 
     A FSDPModule has no public name for these. Where none is found, activations are kept apart, which is never wrong.

@@ -151,7 +151,7 @@ def check_replicas(
         if not failed and len(set(texts)) > 1:
             told = {each: json.loads(each) for each in set(texts)}
             tables = [{(name, kind): _Row(*row) for name, kind, *row in told[each][1]} for each in texts]
-            found = list(_disagreements(ranks, tables))
+            found = list(_find_disagreements(ranks, tables))
             local = {(each.name, each.kind): each.local for each in held}
             of_values = [i for i, each in enumerate(found) if each.differs == "values"]
             for i in of_values[:_LOCATED] if any(wants for wants, _ in told.values()) else ():
@@ -202,7 +202,7 @@ def _exchange_among(ranks: tuple[int, ...]) -> Iterator[Exchange]:
 _exchanges: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Exchange]] = weakref.WeakKeyDictionary()
 
 
-def _disagreements(ranks: Sequence[int], tables: Sequence[_Table]) -> Iterator[Disagreement]:
+def _find_disagreements(ranks: Sequence[int], tables: Sequence[_Table]) -> Iterator[Disagreement]:
     """Compare the tables of all ranks; every rank finds the same."""
     for name, kind in dict.fromkeys(key for table in tables for key in table):
         rows = {place: table[name, kind] for place, table in enumerate(tables) if (name, kind) in table}
@@ -247,13 +247,13 @@ def _locate_difference(exchange: Exchange, found: Disagreement, row: _Row, local
             return replace(
                 found,
                 index=tuple(map(int, at)),
-                values=(_number(ours, dtype), _number(theirs, dtype)),
+                values=(_read_number(ours, dtype), _read_number(theirs, dtype)),
                 bits=(ours[::-1].hex(), theirs[::-1].hex()),
             )
     return found
 
 
-def _number(content: bytes, dtype: torch.dtype) -> Any:
+def _read_number(content: bytes, dtype: torch.dtype) -> Any:
     """Return one element as a Python number; None for a dtype whose elements are none."""
     one = torch.frombuffer(bytearray(content), dtype=dtype)[0]
     try:

@@ -164,7 +164,7 @@ class Tables:
             is_unknown = own.compared_as is not None and place.site is None and not place.peers
             has_totals = own.is_narrow or place.channels == 1 < own.channels
             if has_totals:  # which are a part of those of the whole
-                own, place = _total(own), place._replace(channels=1, offset=0)
+                own, place = _make_total(own), place._replace(channels=1, offset=0)
             if not 0 <= place.offset <= place.channels - own.channels:
                 part = f"{own.channels} channels from {place.offset}"
                 raise ValueError(f"{own.site}: expected {part} to lie in {place.channels}")
@@ -219,7 +219,7 @@ class Union:
                 first.setdefault(row.site, lowest)
                 if row.compared_as:
                     self.compared.setdefault(row.compared_as, len(self.compared))
-        self._owners = {site: (first[site], _owners_of(rows)) for site, rows in same.items()}
+        self._owners = {site: (first[site], _find_owners(rows)) for site, rows in same.items()}
         merged = [_merge_rows(rows, self.bins) for rows in same.values()]
         self.rows = tuple(row for row, _ in merged)
         self.unlike = [row.site for row, is_unlike in merged if is_unlike]
@@ -229,7 +229,7 @@ class Union:
         self.sites = (*same, *unmeasured)
         self.place = {site: i for i, site in enumerate(self.sites)}
         self._fit(min(table.budget for table in tables.values()))
-        channels, counters = self._sizes(self.rows)
+        channels, counters = self._count_sizes(self.rows)
         self.channel_begin = np.cumsum([0, *channels])
         sizes, is_wide = len(FIELDS) * channels, (channels > 1).astype(np.int64)
         begin = np.where(is_wide, np.cumsum(sizes * is_wide), np.cumsum(sizes * (1 - is_wide))) - sizes
@@ -252,7 +252,7 @@ class Union:
             if row.apart_of and Site(row.site.name, row.apart_of) not in same:
                 self.alternatives.setdefault(Site(row.site.name, row.apart_of), []).append(i)
 
-    def _sizes(self, rows: Sequence[TableRow]) -> tuple[Counts, Counts]:
+    def _count_sizes(self, rows: Sequence[TableRow]) -> tuple[Counts, Counts]:
         """Return how many channels and counters each has."""
         channels = [row.channels for row in rows]
         counters = [int(np.prod(histogram_shape(self.bins if row.has_bins else None, row.channels))) for row in rows]
@@ -264,7 +264,7 @@ class Union:
             self.notes.append(
                 f"channels of all ranks would take {self.bytes} bytes, {budget} at most: merged as totals"
             )
-            self.rows = tuple(_total(row) for row in self.rows)
+            self.rows = tuple(_make_total(row) for row in self.rows)
         if 8 * self.samples * len(self.ranks) > _MOST_IDS:
             self.notes.append(f"{self.samples * len(self.ranks)} sample_ids of a step are too many: not merged")
             self.samples = 0
@@ -275,7 +275,7 @@ class Union:
     @property
     def bytes(self) -> int:
         """The size of what is merged, at most."""
-        channels, counters = self._sizes(self.rows)
+        channels, counters = self._count_sizes(self.rows)
         return 8 * int(len(FIELDS) * channels.sum() + counters.sum() + _BESIDES * len(self.sites))
 
     def counts(self, row: TableRow, rank: int) -> bool:
@@ -297,14 +297,14 @@ def _merge_rows(rows: list[TableRow], bins: Bins | None) -> tuple[TableRow, bool
         group_size=group_sizes.pop() if len(group_sizes) == 1 else None,
     )
     is_unlike = bool(dims) or len({row.channels for row in wide}) > 1
-    return _total(merged) if is_unlike or any(row.has_folded for row in rows) else merged, is_unlike
+    return _make_total(merged) if is_unlike or any(row.has_folded for row in rows) else merged, is_unlike
 
 
-def _total(row: TableRow) -> TableRow:
+def _make_total(row: TableRow) -> TableRow:
     return row if row.is_narrow else row._replace(channels=1, keep_channels=False, channel_dim=None)
 
 
-def _owners_of(rows: list[TableRow]) -> Owners:
+def _find_owners(rows: list[TableRow]) -> Owners:
     """Return who counts. The first rank's word holds where ranks do not agree, so that nothing is counted twice."""
     first = rows[0].owners
     return first if isinstance(first, str) else min(row.owners for row in rows if isinstance(row.owners, int))

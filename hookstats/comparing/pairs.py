@@ -54,17 +54,17 @@ class SnapshotPair:
         shared = [site for site in turn if site in a and site in b]
         self.sites = sorted(shared, key=turn.__getitem__)
         self._places = [np.array([each.frame.sites.place[site] for site in self.sites], np.int64) for each in (a, b)]
-        self.fired = np.stack([self._calls(each) for each in (0, 1)]) > 0
+        self.fired = np.stack([self._read_calls(each) for each in (0, 1)]) > 0
         self.kinds = [kind_of(site.tensor) for site in self.sites]
         self.is_of_module = np.array([kind.of == "module" for kind in self.kinds], bool)
         self.is_bounded = self.fired.all(0) & np.array([not kind.is_update for kind in self.kinds], bool)
         self._totals = [each.frame.totals.entries(at) for each, at in zip((a, b), self._places, strict=True)]
         self._scale = np.fmax(*(np.nan_to_num(stats.rms) for stats in self._totals))
-        self._sums = self._sums_of_gradients()
+        self._sums = self._sum_gradients()
         self._scale = np.fmax(self._scale, self._sums)
-        self.distances = np.where(self.fired.all(0), self._differences(MEANS)[2].max(0, initial=0), np.nan)
+        self.distances = np.where(self.fired.all(0), self._compute_differences(MEANS)[2].max(0, initial=0), np.nan)
 
-    def _calls(self, which: int) -> Counts:
+    def _read_calls(self, which: int) -> Counts:
         return (self.a, self.b)[which].frame.calls[self._places[which]]
 
     def bits(self) -> Counts:
@@ -89,31 +89,31 @@ class SnapshotPair:
 
     def judge(self, units: Array, is_alike: bool) -> dict[str, Judged]:
         """Judge differences by family. units: of each site, the unit roundoff; is_alike: see `rounding.errors`."""
-        errors = rounding.errors(units, self._kinks(), self._rows(), is_alike)
+        errors = rounding.errors(units, self._read_kinks(), self._read_rows(), is_alike)
         one = np.ones_like(self._scale)
-        largest = _largest(self._totals)
+        largest = _find_largest(self._totals)
         count = np.fmax(*(stats.count for stats in self._totals))
-        means = errors.bound_means(count, self._draws(), _ratio(largest, self._scale))
+        means = errors.bound_means(count, self._read_draws(), _compute_ratio(largest, self._scale))
         found = {
             "counts": self._find_worst(COUNTED, one, 0 * one),
             "means": self._find_worst(MEANS, self._scale, means),
             "extremes": self._find_worst(EXTREMES, np.fmax(largest, self._sums), errors.bound_extremes()),
         }
-        channels = self._channels(errors)
+        channels = self._compare_channels(errors)
         return found if channels is None else found | {"channels": channels}
 
-    def _widths(self) -> Counts:
+    def _read_widths(self) -> Counts:
         """``[2, n]``: how many channels are kept."""
         pairs = zip((self.a, self.b), self._places, strict=True)
         return np.stack([each.frame.sites.widths[at] for each, at in pairs])
 
-    def _draws(self) -> Array:
+    def _read_draws(self) -> Array:
         """``[n]``: the fewest channels of an activation, or its gradient, up to each site; 1 where none is known."""
-        widths = self._widths().max(0)
+        widths = self._read_widths().max(0)
         fewest = np.minimum.accumulate(np.where((widths > 1) & self.is_of_module, widths, np.inf))
         return np.where(np.isinf(fewest), 1.0, fewest)
 
-    def _kinks(self) -> Counts:
+    def _read_kinks(self) -> Counts:
         """``[n]``: how many a gradient may have come through: they make some of the values before exactly zero."""
         shares = np.fmax(*(self._count_scattered_zeros(each) for each in (0, 1)))
         is_gradient = np.array([kind.is_gradient for kind in self.kinds], bool)
@@ -121,10 +121,10 @@ class SnapshotPair:
         passed = np.cumsum(of_outputs & (shares > KINKED))
         return np.where(is_gradient, passed, 0)
 
-    def _rows(self) -> Array:
+    def _read_rows(self) -> Array:
         """``[n]``: how many a parameter's gradient may be a sum over: the most that an activation had; else 0."""
         count = np.fmax(*(np.nan_to_num(stats.count) for stats in self._totals))
-        most = (count / np.maximum(self._widths().max(0), 1))[self.is_of_module].max(initial=1)
+        most = (count / np.maximum(self._read_widths().max(0), 1))[self.is_of_module].max(initial=1)
         is_sum = np.array([kind.is_gradient and kind.of == "parameter" for kind in self.kinds], bool)
         return np.where(is_sum, most, 0.0)
 
@@ -135,11 +135,11 @@ class SnapshotPair:
         chosen = np.flatnonzero(widths > 1)
         if chosen.size:
             width = widths[chosen]
-            fewest = np.minimum.reduceat(_channels_of(frame, places[chosen], width).zeros, np.cumsum(width) - width)
+            fewest = np.minimum.reduceat(_read_channels(frame, places[chosen], width).zeros, np.cumsum(width) - width)
             zeros[chosen] -= width * fewest
-        return _ratio(zeros, np.nan_to_num(self._totals[which].count))
+        return _compute_ratio(zeros, np.nan_to_num(self._totals[which].count))
 
-    def _sums_of_gradients(self) -> Array:
+    def _sum_gradients(self) -> Array:
         """``[n]``: of a bias's gradient, the rms that it has if what it is a sum of does not cancel; else 0."""
         place = {site: i for i, site in enumerate(self.sites)}
         count = np.fmax(*(np.nan_to_num(stats.count) for stats in self._totals))
@@ -151,22 +151,22 @@ class SnapshotPair:
                 found[i] = np.sqrt(count[terms] / count[i]) * self._scale[terms]
         return found
 
-    def _differences(self, names: tuple[str, ...], scale: Array | None = None) -> tuple[Array, Array, Array]:
+    def _compute_differences(self, names: tuple[str, ...], scale: Array | None = None) -> tuple[Array, Array, Array]:
         """``[names, n]``: of a, of b, and how far apart, relative to a scale."""
-        of_a, of_b = (np.stack([_statistic(stats, name) for name in names]) for stats in self._totals)
-        return of_a, of_b, _relative(of_a, of_b, self._scale if scale is None else scale)
+        of_a, of_b = (np.stack([_read_statistic(stats, name) for name in names]) for stats in self._totals)
+        return of_a, of_b, _compute_relative(of_a, of_b, self._scale if scale is None else scale)
 
     def _find_worst(self, names: tuple[str, ...], scale: Array, allowed: Array) -> Judged:
-        of_a, of_b, apart = self._differences(names, scale)
+        of_a, of_b, apart = self._compute_differences(names, scale)
         if names is not COUNTED:
             apart = np.where(self.is_bounded, apart, 0)
         worst = apart.argmax(0)
         at = (worst, np.arange(len(worst)))
         return Judged(worst, np.full(len(worst), -1), of_a[at], of_b[at], apart[at], allowed)
 
-    def _channels(self, errors: rounding.Errors) -> Judged | None:
+    def _compare_channels(self, errors: rounding.Errors) -> Judged | None:
         """Sites that keep as many channels in both; None where there is none."""
-        widths = self._widths()
+        widths = self._read_widths()
         chosen = np.flatnonzero((widths[0] == widths[1]) & (widths[0] > 1) & self.is_bounded)
         if not chosen.size:
             return None
@@ -174,14 +174,17 @@ class SnapshotPair:
         begin = np.cumsum(width) - width
         site = np.repeat(np.arange(len(chosen)), width)
         stats = [
-            _channels_of(each.frame, at[chosen], width) for each, at in zip((self.a, self.b), self._places, strict=True)
+            _read_channels(each.frame, at[chosen], width)
+            for each, at in zip((self.a, self.b), self._places, strict=True)
         ]
         own = np.fmax(*(np.nan_to_num(each.rms) for each in stats))
         scale = np.fmax(own, self._scale[chosen][site])
         count = np.fmax(*(each.count for each in stats))
-        allowed = errors.select(chosen[site]).bound_means(count, np.ones(len(site)), _ratio(_largest(stats), scale))
-        of_a, of_b = (np.stack([_statistic(each, name) for name in MEANS]) for each in stats)
-        apart = _relative(of_a, of_b, scale)
+        allowed = errors.select(chosen[site]).bound_means(
+            count, np.ones(len(site)), _compute_ratio(_find_largest(stats), scale)
+        )
+        of_a, of_b = (np.stack([_read_statistic(each, name) for name in MEANS]) for each in stats)
+        apart = _compute_relative(of_a, of_b, scale)
         statistic = apart.argmax(0)
         apart = apart[statistic, np.arange(len(site))]
         excess = apart / allowed
@@ -197,26 +200,26 @@ class SnapshotPair:
         return result
 
 
-def _statistic(stats: Stats[Array], name: str) -> Array:
+def _read_statistic(stats: Stats[Array], name: str) -> Array:
     if name == "nonfinite":
         return stats.nans + stats.posinfs + stats.neginfs
     if name == "count":  # of all values: those that are not finite are another matter
-        return stats.count + _statistic(stats, "nonfinite")
+        return stats.count + _read_statistic(stats, "nonfinite")
     result: Array = getattr(stats, name)
     return result
 
 
-def _largest(stats: Sequence[Stats[Array]]) -> Array:
+def _find_largest(stats: Sequence[Stats[Array]]) -> Array:
     """The largest magnitude in either."""
     return np.fmax(*(np.nan_to_num(each.abs_max) for each in stats))
 
 
-def _ratio(a: Array, b: Array) -> Array:
+def _compute_ratio(a: Array, b: Array) -> Array:
     """0 where there is nothing to divide by."""
     return np.divide(a, b, out=np.zeros_like(a), where=b > 0)
 
 
-def _relative(a: Array, b: Array, scale: Array) -> Array:
+def _compute_relative(a: Array, b: Array, scale: Array) -> Array:
     """0 where both are the same, or there is no value in both; 2, the most, where there is one in one of them alone."""
     with np.errstate(all="ignore"):
         apart = np.abs(a - b) / scale
@@ -224,7 +227,7 @@ def _relative(a: Array, b: Array, scale: Array) -> Array:
     return np.where(np.isnan(apart), 2.0, apart)
 
 
-def _channels_of(frame: StepFrame, places: Counts, widths: Counts) -> Stats[Array]:
+def _read_channels(frame: StepFrame, places: Counts, widths: Counts) -> Stats[Array]:
     """Return the channels of these sites, side by side."""
     begins = np.cumsum(frame.sites.widths) - frame.sites.widths
     at = np.repeat(begins[places] - np.cumsum(widths) + widths, widths) + np.arange(widths.sum())

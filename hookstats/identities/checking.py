@@ -103,7 +103,7 @@ class Identities:
         given, left_out = list[tuple[Identity, list[Named], list[Named], Array]](), dict[str, str]()
         for number, each in enumerate(self.identities):
             woken = [name for name in self.list_rivals(each) if found[name].moves]
-            reason = _reason(each, found, parameters, woken)
+            reason = _find_reason(each, found, parameters, woken)
             if reason is not None:
                 left_out[str(each)] = reason
                 continue
@@ -132,10 +132,10 @@ class Identities:
         for name in sorted({*held, *self.unseen}):  # in one order on all ranks
             parameter = parameters[name]
             # All ranks take part, also those to which no gradient came.
-            gradient = _whole(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+            gradient = _get_whole(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
             found[name] = _Gradient(bool(gradient.any()), bool(gradient.isfinite().all()))
             if name in held:
-                part = {name: LocalParameter(_whole(parameter.detach()), gradient)}
+                part = {name: LocalParameter(_get_whole(parameter.detach()), gradient)}
                 parts = {number: part for number, each in enumerate(self.identities) if name in each.parameters}
                 read = read + layout.read(parts, torch.device("cpu"))
         return found, read
@@ -175,13 +175,13 @@ class Checked:
     __repr__ = __str__
 
 
-def _whole(tensor: Any) -> torch.Tensor:
+def _get_whole(tensor: Any) -> torch.Tensor:
     """Return all of a DTensor, or the tensor."""
     full: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full.to_dense() if full.layout != torch.strided else full
 
 
-def _reason(
+def _find_reason(
     identity: Identity, read: dict[str, _Gradient], parameters: dict[str, nn.Parameter], woken: list[str]
 ) -> str | None:
     """Return why an identity is not judged.

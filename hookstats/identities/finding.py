@@ -80,7 +80,7 @@ class _Finding:
         self._generator = torch.Generator().manual_seed(0)
         self._carriers: dict[str, list[tuple[str, int, float]]] = {}  # of a producer: parameter, dim, offset
         self._inside: list[Identity] = []
-        self._shared = _shared(runs.model)
+        self._shared = _find_shared(runs.model)
 
     def find_all(self) -> list[Identity]:
         self._runs.visit(self._find_carriers)
@@ -89,14 +89,14 @@ class _Finding:
         found: list[Identity] = []
         for names in _group_alike(self._model, self._carriers):
             first, *others = names
-            proved, failed = self._parts(first)
+            proved, failed = self._cut_parts(first)
             found += [identity for _, identity in proved]
             for part in failed:
-                alone.setdefault(_parent(first), []).append(part)
+                alone.setdefault(_find_parent(first), []).append(part)
             found += self._repeat([part for part, _ in proved], others)
             for name in others:
-                alone.setdefault(_parent(name), []).extend(ChannelPart(name, each.channels) for each in failed)
-        found += self._pairs(alone)
+                alone.setdefault(_find_parent(name), []).extend(ChannelPart(name, each.channels) for each in failed)
+        found += self._find_pairs(alone)
         return self._filter_proved(
             [each for each in (*found, *self._inside) if not self._shared.intersection(each.parameters)]
         )
@@ -149,7 +149,7 @@ class _Finding:
             wanted = scale_output(plain, dim, powers)
             if is_same(wanted, plain):
                 return  # it is 0
-            for carriers in _candidates(own, len(powers)):
+            for carriers in _list_candidates(own, len(powers)):
                 changed = own | {key: _scale_parameter(own[key], d, powers, offset) for key, d, offset in carriers}
                 got = self._runs.call(name, changed)
                 offset = any(each[2] for each in carriers)
@@ -158,12 +158,12 @@ class _Finding:
                     self._runs.dims[name] = dim
                     return
 
-    def _parts(self, name: str) -> tuple[list[tuple[ChannelPart, Identity]], list[ChannelPart]]:
+    def _cut_parts(self, name: str) -> tuple[list[tuple[ChannelPart, Identity]], list[ChannelPart]]:
         """Prove what can be of a module's channels. Returns it, and the parts that nothing undoes."""
         proved: list[tuple[ChannelPart, Identity]] = []
         failed: list[ChannelPart] = []
         taken = torch.zeros(self._runs.width(name), dtype=torch.bool)
-        for channels in self._divisions(name):
+        for channels in self._list_divisions(name):
             if taken[channels].any():
                 continue
             part = ChannelPart(name, channels)
@@ -175,7 +175,7 @@ class _Finding:
                 failed.append(part)
         return proved, [each for each in failed if not taken[each.channels].any()]
 
-    def _divisions(self, name: str) -> Iterator[torch.Tensor]:
+    def _list_divisions(self, name: str) -> Iterator[torch.Tensor]:
         """Yield parts of an output: all of it, halves, thirds, the queries, keys and values of its heads."""
         width = self._runs.width(name)
         every = torch.arange(width)
@@ -188,7 +188,7 @@ class _Finding:
 
     def _split_fused(self, name: str, every: torch.Tensor) -> Iterator[torch.Tensor]:
         width = len(every)
-        parent = self._module(_parent(name))
+        parent = self._find_module(_find_parent(name))
         heads = heads_of(parent)
         if heads and width % (3 * heads) == 0:
             yield from (each.reshape(-1) for each in every.view(heads, 3, -1).unbind(1))
@@ -200,7 +200,7 @@ class _Finding:
             if width % count == 0 and width > count:
                 yield from every.chunk(count)
 
-    def _module(self, name: str) -> nn.Module:
+    def _find_module(self, name: str) -> nn.Module:
         return self._model.get_submodule(name)
 
     def _prove(self, parts: list[ChannelPart]) -> list[Identity] | None:
@@ -211,7 +211,7 @@ class _Finding:
         if {each.producer for each in readings} != set(range(len(parts))):
             return None
         return [
-            self._junction(part, [each for each in readings if each.producer == number])
+            self._find_junction(part, [each for each in readings if each.producer == number])
             for number, part in enumerate(parts)
         ]
 
@@ -234,7 +234,7 @@ class _Finding:
                 found += self._prove([each]) or []
         return found
 
-    def _junction(self, part: ChannelPart, readings: list[Reading]) -> Identity:
+    def _find_junction(self, part: ChannelPart, readings: list[Reading]) -> Identity:
         count = len(part.channels)
         right = []
         for each in readings:
@@ -246,7 +246,7 @@ class _Finding:
         groups = torch.arange(count)
         return Identity(
             "channels",
-            self._terms(part, groups),
+            self._make_terms(part, groups),
             tuple(right),
             count,
             part.module,
@@ -255,7 +255,7 @@ class _Finding:
             groups,
         )
 
-    def _terms(self, part: ChannelPart, groups: torch.Tensor) -> tuple[Term, ...]:
+    def _make_terms(self, part: ChannelPart, groups: torch.Tensor) -> tuple[Term, ...]:
         return tuple(
             Term(full_name(part.module, key), dim, part.channels, groups, offset)
             for key, dim, offset in self._carriers[part.module]
@@ -266,7 +266,7 @@ class _Finding:
 
     # Pairs
 
-    def _pairs(self, alone: dict[str, list[ChannelPart]]) -> list[Identity]:
+    def _find_pairs(self, alone: dict[str, list[ChannelPart]]) -> list[Identity]:
         found: list[Identity] = []
         for parent, parts in alone.items():
             taken: list[ChannelPart] = []
@@ -276,7 +276,7 @@ class _Finding:
                         continue
                     if any(_overlap(each, other) for each in (many, few) for other in taken):
                         continue
-                    pair = self._pair(parent, many, few)
+                    pair = self._prove_pair(parent, many, few)
                     if pair is not None:
                         found.append(pair)
                         taken += [many, few]
@@ -288,7 +288,7 @@ class _Finding:
             return not _overlap(many, few)
         return all(len(each.channels) == self._runs.width(each.module) for each in (many, few))
 
-    def _pair(self, parent: str, many: ChannelPart, few: ChannelPart) -> Identity | None:
+    def _prove_pair(self, parent: str, many: ChannelPart, few: ChannelPart) -> Identity | None:
         """Prove that two outputs may be scaled against each other, in the finest groups that hold."""
         count, width = len(few.channels), len(many.channels)
         if width % count:
@@ -297,7 +297,7 @@ class _Finding:
         run = self._is_invariant(many, few, whole, torch.zeros(width, dtype=torch.long), 1)
         if not run:
             return None
-        for groups in self._groupings(parent, count):
+        for groups in self._list_groupings(parent, count):
             number = int(groups.max()) + 1
             if number < 2:
                 continue
@@ -309,7 +309,7 @@ class _Finding:
     def _make_pair(
         self, many: ChannelPart, few: ChannelPart, groups: torch.Tensor, spread: torch.Tensor, number: int
     ) -> Identity:
-        left, right = self._terms(many, spread), self._terms(few, groups)
+        left, right = self._make_terms(many, spread), self._make_terms(few, groups)
         return Identity("pair", left, right, number, many.module, self._runs.dims[many.module], many.channels, spread)
 
     def _is_invariant(
@@ -322,12 +322,12 @@ class _Finding:
                 return False  # it changes something, or one side alone does not
         return True
 
-    def _groupings(self, parent: str, count: int) -> Iterator[torch.Tensor]:
+    def _list_groupings(self, parent: str, count: int) -> Iterator[torch.Tensor]:
         """Yield groups of channels, the finest first: channels, pairs that are rotated together, heads."""
         every = torch.arange(count)
         yield every
-        said = read_number((self._module(parent),), SIZES_OF_HEADS)
-        heads = heads_of(self._module(parent))
+        said = read_number((self._find_module(parent),), SIZES_OF_HEADS)
+        heads = heads_of(self._find_module(parent))
         sizes = [
             size for size in dict.fromkeys((said, count // heads if heads else None, count, 64, 128, 32, 16, 8)) if size
         ]
@@ -341,7 +341,7 @@ class _Finding:
             yield every // size
 
 
-def _candidates(own: dict[str, torch.Tensor], width: int) -> Iterator[list[tuple[str, int, float]]]:
+def _list_candidates(own: dict[str, torch.Tensor], width: int) -> Iterator[list[tuple[str, int, float]]]:
     """Yield which of a module's parameters may carry the channels of its output: name, dimension, offset."""
     vectors = [key for key, each in own.items() if each.dim() == 1 and len(each) == width]
     for key, each in own.items():
@@ -364,7 +364,7 @@ def _group_alike(model: nn.Module, names: Iterable[str]) -> list[list[str]]:
     return list(found.values())
 
 
-def _parent(name: str) -> str:
+def _find_parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
@@ -383,7 +383,7 @@ def _close(left: Any, right: Any) -> bool:
     return a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=torch.finfo(a.dtype).eps * 16, atol=0)
 
 
-def _shared(model: nn.Module) -> set[str]:
+def _find_shared(model: nn.Module) -> set[str]:
     """Return the names of parameters that stand in several places: their gradient is not of one of them."""
     places: dict[int, list[str]] = {}
     for name, each in model.named_parameters(remove_duplicate=False):

@@ -28,7 +28,7 @@ def identities_inside(runs: RepeatableModel, name: str, generator: torch.Generat
         for key, each in own.items()
         if each.dim() > 1
         for dim in range(each.dim())
-        for places in _parts(each.shape[dim])
+        for places in _cut_parts(each.shape[dim])
     ]
     if len({each.parameter for each in rows}) < 2:
         return []
@@ -43,8 +43,8 @@ def identities_inside(runs: RepeatableModel, name: str, generator: torch.Generat
         if any(_overlap(each, other) for each in (left, right) for other in taken):
             continue
         draws = [powers_of_two(len(left.places), generator) for _ in range(2)]
-        for others in ([], _biases(own, right)):
-            sides = [left, *_biases(own, left)], [right, *others]
+        for others in ([], _find_biases(own, right)):
+            sides = [left, *_find_biases(own, left)], [right, *others]
             if all(_is_proved(runs, name, own, plain, sides, powers) for powers in draws):
                 groups = torch.arange(len(left.places))
                 terms = [
@@ -84,7 +84,7 @@ def _scale_sides(
     return changed
 
 
-def _biases(own: dict[str, torch.Tensor], rows: _Rows) -> list[_Rows]:
+def _find_biases(own: dict[str, torch.Tensor], rows: _Rows) -> list[_Rows]:
     """Return what is added to these rows' outputs."""
     weight = own[rows.parameter]
     width = weight.shape[rows.dim]
@@ -95,7 +95,7 @@ def _biases(own: dict[str, torch.Tensor], rows: _Rows) -> list[_Rows]:
     ]
 
 
-def _parts(width: int) -> Iterator[torch.Tensor]:
+def _cut_parts(width: int) -> Iterator[torch.Tensor]:
     """Yield all of a dimension, its halves and thirds, side by side and interleaved."""
     every = torch.arange(width)
     yield every

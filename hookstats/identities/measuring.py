@@ -89,7 +89,7 @@ class JointSums:
         self._reducing = [weakref.ref(each) for each in model.modules() if isinstance(each, parallel)]
         self._parameters: dict[str, Parameter] = {}
         chosen = [sample_sums(each) for each in identities.identities]
-        self._layout = IdentityLayout(chosen, lambda name: _dims(self._parameter(name).get()))
+        self._layout = IdentityLayout(chosen, lambda name: _find_dims(self._parameter(name).get()))
         self.watched = [self._watch(n, each, identities.list_rivals(each)) for n, each in enumerate(chosen)]
         self._spreads = self._layout.spreads(self._modules, self._is_measuring, self._fail)
         parts = max(1, min(_MOST_PARTS, len(chosen) // (2 * MANY)))
@@ -178,14 +178,14 @@ class JointSums:
             self._binder.warn_once("identities", f"identities could not be measured: {error!r}")
 
     def _fold(self, optimizer: Any) -> None:
-        due, parts = self._due(optimizer)
+        due, parts = self._is_due(optimizer)
         if not due:
             return
         home = parts[due[0].number][due[0].names[0]].weight.device
         read = self._layout.read(parts, home)
         found = self._layout.compare(read, self._spreads)
         scale = getattr(optimizer, "grad_scale", None)
-        variances = self._variances(due, parts, found, scale)
+        variances = self._estimate_variances(due, parts, found, scale)
         values = found.values if scale is None else found.values / scale.to(home, torch.float64)
         # A row for each owner: the sums of both sides, then the variances.
         sides = iter(values[None].split([w.identity.groups for w in self.watched for _ in w.owners[:-1]], 1))
@@ -196,7 +196,7 @@ class JointSums:
         tensors = [row.to(place) for row, place in zip(sums, places, strict=True)]
         self._batches.accumulate(owners, tensors)
 
-    def _due(self, optimizer: Any) -> tuple[list[_Watched], dict[int, dict[str, _LocalParameter]]]:
+    def _is_due(self, optimizer: Any) -> tuple[list[_Watched], dict[int, dict[str, _LocalParameter]]]:
         """Return the identities that are measured now, and this process's parts of their parameters."""
         groups = [] if optimizer is None else optimizer.param_groups
         stepping = None if optimizer is None else {id(each) for group in groups for each in group["params"]}
@@ -224,7 +224,7 @@ class JointSums:
             parts[each.number] = found
         return due, parts
 
-    def _variances(
+    def _estimate_variances(
         self,
         due: list[_Watched],
         parts: dict[int, dict[str, _LocalParameter]],
@@ -354,7 +354,7 @@ class _LocalParameter(LocalParameter):
         return (term.places >= begin) & (term.places < begin + self.weight.shape[term.dim])
 
 
-def _dims(tensor: torch.Tensor | None) -> int:
+def _find_dims(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None or isinstance(tensor, nn.parameter.UninitializedParameter) else tensor.dim()
 
 

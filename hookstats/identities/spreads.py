@@ -101,9 +101,9 @@ class SpreadHook(ModuleHook):
         """Wait for the output's gradient."""
         if torch.compiler.is_compiling() or torch._C._is_tracing() or not (self.is_due and self._is_on()):
             return
-        self._carefully(self._see, module, args, output)
+        self._see_carefully(self._see, module, args, output)
 
-    def _carefully(self, see: Callable[..., None], *what: Any) -> None:
+    def _see_carefully(self, see: Callable[..., None], *what: Any) -> None:
         try:
             with torch.no_grad():
                 see(*what)
@@ -121,7 +121,7 @@ class SpreadHook(ModuleHook):
             for key, each in module._parameters.items()
             if each is not None and not each.is_inference()
         }
-        y = _local(outputs[0])
+        y = _get_local(outputs[0])
         self.dtypes.add(y.dtype)
         if torch.is_autocast_enabled(y.device.type):  # what lies between two modules, such as attention
             self.dtypes.add(torch.get_autocast_dtype(y.device.type))
@@ -129,12 +129,12 @@ class SpreadHook(ModuleHook):
         dims = [dim for dim in self._channels if (dim == -1 or y.dim() > 2) and self._has(y, dim)]
         if not dims and not self._is_reader:
             return
-        x = next(map(_local, args if args and isinstance(args[0], torch.Tensor) else tensors_in(args)), None)
+        x = next(map(_get_local, args if args and isinstance(args[0], torch.Tensor) else tensors_in(args)), None)
         is_known = bool(dims) and x is not None and x.dim() and x.dtype in _native.DTYPES and x.device == y.device
         plan, sums = self._measure(y, dims, x if is_known else None)
 
         def add_gradient(gradient: torch.Tensor) -> torch.Tensor | None:
-            self._carefully(self._add, plan, sums, _local(gradient))
+            self._see_carefully(self._add, plan, sums, _get_local(gradient))
             return gradient if torch.compiler.is_compiling() else None  # compiled autograd would replace it by None
 
         outputs[0].register_hook(add_gradient)
@@ -230,7 +230,7 @@ def _choose_tokens(shape: torch.Size, but: int) -> Any:
     return (slice(None),) * longest + (slice(None, None, step),) if step > 1 else None
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _get_local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this process's part of a DTensor, or the tensor."""
     local = getattr(tensor, "_local_tensor", None)
     return local if isinstance(local, torch.Tensor) else tensor

@@ -44,7 +44,7 @@ class Attention(Fed):
         """of: those of its monitor. weighing: the module that has the weights of its queries."""
         specs = [SiteSpec(name, "", ChannelAxis(-1, None), of.keeps, (kind, None), module) for kind in KINDS]
         for spec in specs:
-            spec.placed = weakref.WeakMethod(self._sharding)
+            spec.placed = weakref.WeakMethod(self._find_sharding)
         super().__init__(of.binder, specs, device)
         self.max_logit, self.entropy, self.sink, self.bound = self.hooks
         self._of = of
@@ -84,12 +84,12 @@ class Attention(Fed):
 
     def note_heads(self, q: Any) -> None:
         """The sites remember that each rank has some of the heads, where it does: q or logits say so, or weights."""
-        sharding = sharding_of(q, q.dim() - 3) if is_dtensor(q) else self._sharding(q.shape[-3])
+        sharding = sharding_of(q, q.dim() - 3) if is_dtensor(q) else self._find_sharding(q.shape[-3])
         for hook in self.hooks:
             for entry in hook.spec.entries.values():
                 note_sharding_of(entry, sharding, self._binder.store.clears)
 
-    def _sharding(self, heads: int) -> Sharding | None:
+    def _find_sharding(self, heads: int) -> Sharding | None:
         """Return the sharding of so many heads here. With tensor parallelism q is a plain tensor, a part by rows."""
         module = None if self._weights is None else self._weights()
         weights: Any = () if module is None else module.parameters()

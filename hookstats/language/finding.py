@@ -31,12 +31,12 @@ def _may_attend(kind: type) -> bool:
         return True
     forward = vars(kind).get("forward")
     code = None if forward is None else getattr(inspect.unwrap(forward), "__code__", None)
-    return code is not None and not _CALLS.isdisjoint(_names_in(code))
+    return code is not None and not _CALLS.isdisjoint(_list_names(code))
 
 
-def _names_in(code: types.CodeType) -> set[str]:
+def _list_names(code: types.CodeType) -> set[str]:
     inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
-    return {*code.co_names, *code.co_varnames}.union(*map(_names_in, inner))
+    return {*code.co_names, *code.co_varnames}.union(*map(_list_names, inner))
 
 
 class Router(NamedTuple):
@@ -53,12 +53,12 @@ def routers(modules: Mapping[str, nn.Module]) -> dict[str, Router]:
     found: dict[str, Router] = {}
     for name, parent in modules.items():
         children = dict(parent.named_children())
-        experts = _experts_of(parent, children)
+        experts = _find_experts(parent, children)
         for own, child in children.items() if experts > 1 else ():
             path = f"{name}.{own}" if name else own
-            gate = None if _EXPERT.search(own) or path not in modules else _gate_in(child, experts)
+            gate = None if _EXPERT.search(own) or path not in modules else _find_gate(child, experts)
             if gate is not None:
-                found[path] = Router(child, gate, experts, _top_k((gate, child, parent), experts))
+                found[path] = Router(child, gate, experts, _find_top_k((gate, child, parent), experts))
     return found
 
 
@@ -78,7 +78,7 @@ _TOP_K = (
 )
 
 
-def _experts_of(parent: nn.Module, children: Mapping[str, nn.Module]) -> int:
+def _find_experts(parent: nn.Module, children: Mapping[str, nn.Module]) -> int:
     """Return how many experts it has, beside shared ones; 0: none."""
     for name, child in children.items():
         if not (_EXPERT.search(name) or "Experts" in type(child).__name__) or "shared" in name:
@@ -94,7 +94,7 @@ def _experts_of(parent: nn.Module, children: Mapping[str, nn.Module]) -> int:
     return 0
 
 
-def _gate_in(router: nn.Module, experts: int) -> nn.Module | None:
+def _find_gate(router: nn.Module, experts: int) -> nn.Module | None:
     for module in router.modules():
         for parameter in module.parameters(recurse=False):
             if not nn.parameter.is_lazy(parameter) and parameter.dim() == 2 and parameter.shape[0] == experts:
@@ -102,6 +102,6 @@ def _gate_in(router: nn.Module, experts: int) -> nn.Module | None:
     return None
 
 
-def _top_k(modules: Iterable[nn.Module], experts: int) -> int | None:
+def _find_top_k(modules: Iterable[nn.Module], experts: int) -> int | None:
     said = read_number(modules, _TOP_K)
     return said if said is not None and said <= experts else None

@@ -239,7 +239,7 @@ def _get_interface(original: Callable[..., Any]) -> Callable[..., Any]:
             scale = args[0] if args and attn_implementation == "eager" else kwargs.get("scaling")
             mask, is_causal = attention_mask, False
             if attn_implementation != "eager" and not _is_whole(mask):
-                mask, is_causal = _mask_of_flash(module, query, key, mask, kwargs)
+                mask, is_causal = _make_mask_of_flash(module, query, key, mask, kwargs)
             _show(query, key, mask, is_causal, scale, kwargs.get("softcap") or 0.0)
             with _Unseen():
                 return found(module, query, key, value, attention_mask, *args, **kwargs)
@@ -254,7 +254,7 @@ def _is_whole(mask: Any) -> bool:
     return hasattr(mask, "mask_mod") or (isinstance(mask, torch.Tensor) and mask.dim() == 4)
 
 
-def _mask_of_flash(module: Any, query: Any, key: Any, padding: Any, kwargs: dict[str, Any]) -> tuple[Any, bool]:
+def _make_mask_of_flash(module: Any, query: Any, key: Any, padding: Any, kwargs: dict[str, Any]) -> tuple[Any, bool]:
     """Convert the arguments of flash kernels to a mask, and whether it is causal besides.
 
     padding: None, or ``[batch, keys]``, 0 where a key is none.
@@ -344,7 +344,7 @@ class Interception:
         self._is_on = True
         with _changing:
             _users += 1
-            _replace_functions(_globals_of(modules))
+            _replace_functions(_find_globals(modules))
 
     def remove(self) -> None:
         global _users
@@ -360,7 +360,7 @@ class Interception:
         self.remove()
 
 
-def _globals_of(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
+def _find_globals(modules: Iterable[nn.Module]) -> list[dict[str, Any]]:
     """The globals that their forwards look names up in, each once."""
     kinds = {kind for module in modules for kind in type(module).__mro__ if "forward" in vars(kind)}
     found = {}

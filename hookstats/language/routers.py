@@ -61,7 +61,7 @@ def _compute(
         return found
 
 
-def _shapes(
+def _infer_shapes(
     logits: torch.Tensor | None, chosen: torch.Tensor | None, row_index: object, kept: object, experts: int, top_k: int
 ) -> list[torch.Tensor]:
     some = logits if logits is not None else chosen
@@ -82,15 +82,15 @@ def _compute_in_graph(logits: torch.Tensor | None, chosen: torch.Tensor | None, 
     return [*found, torch.ones(1, dtype=torch.int32, device=found[0].device)]
 
 
-def _shapes_in_graph(logits: torch.Tensor | None, chosen: torch.Tensor | None, *how: Any) -> list[torch.Tensor]:
-    found = _shapes(logits, chosen, *how)
+def _infer_shapes_in_graph(logits: torch.Tensor | None, chosen: torch.Tensor | None, *how: Any) -> list[torch.Tensor]:
+    found = _infer_shapes(logits, chosen, *how)
     return [*found, found[0].new_empty((1,), dtype=torch.int32)]
 
 
 _operator = operator(
     "router_rows(Tensor? logits, Tensor? chosen, Tensor? row_index, Tensor? kept, int experts, int top_k) -> Tensor[]",
     _compute_in_graph,
-    _shapes_in_graph,
+    _infer_shapes_in_graph,
 )
 
 

@@ -84,7 +84,7 @@ def _compute(
                 if softcap:
                     logits = logits.div_(softcap).tanh_().mul_(softcap)
                 if mask is not None:
-                    _mask(logits, mask[items] if mask.shape[0] > 1 else mask, now)
+                    _apply_mask(logits, mask[items] if mask.shape[0] > 1 else mask, now)
                 if is_causal:
                     later = torch.arange(keys, device=q.device) > now[:, None]
                     logits.add_(torch.zeros_like(later, dtype=dtype).masked_fill_(later, -torch.inf))
@@ -116,7 +116,7 @@ def _select_queries(
     return first.reshape(counted.shape), counted.sum(dtype=torch.int32).reshape(1)
 
 
-def _mask(logits: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor) -> None:
+def _apply_mask(logits: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor) -> None:
     if mask.shape[2] > 1:
         mask = mask.index_select(2, rows)
     if mask.dtype == torch.bool:
@@ -149,14 +149,14 @@ def _bound_logits(
     return bound
 
 
-def _shapes(
+def _infer_shapes(
     q: torch.Tensor, k: torch.Tensor, mask: object, turn: object, row_index: object, kept: object, rows: int, *_: object
 ) -> list[torch.Tensor]:
-    found = _shapes_of_logits(q, turn, row_index, kept, rows)
+    found = _infer_shapes_of_logits(q, turn, row_index, kept, rows)
     return [*found, q.new_empty(found[0].shape[1:], dtype=found[0].dtype)]
 
 
-def _shapes_of_logits(
+def _infer_shapes_of_logits(
     logits: torch.Tensor, turn: object, row_index: object, kept: object, rows: int
 ) -> list[torch.Tensor]:
     batch, heads = logits.shape[:2]
@@ -194,12 +194,12 @@ _operator = operator(
     "attention_rows(Tensor q, Tensor k, Tensor? mask, Tensor turn, Tensor? row_index, Tensor? kept, int rows, "
     "bool is_causal, float scale, float softcap) -> Tensor[]",
     _compute,
-    _shapes,
+    _infer_shapes,
 )
 _of_logits = operator(
     "logits_rows(Tensor logits, Tensor turn, Tensor? row_index, Tensor? kept, int rows) -> Tensor[]",
     _compute_of_logits,
-    _shapes_of_logits,
+    _infer_shapes_of_logits,
 )
 
 

@@ -49,11 +49,11 @@ class TokenWeightsHook(order.ModuleHook, Fed):
 
     def _watch(self, logits: torch.Tensor) -> None:
         with torch.no_grad():
-            index = self._index_of(logits)
+            index = self._find_index(logits)
             rows = _take_rows(logits, index).detach()
         logits.register_hook(lambda gradient: self._see(rows, index, gradient))
 
-    def _index_of(self, logits: torch.Tensor) -> torch.Tensor:
+    def _find_index(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the rows that are read, made once for logits of a shape."""
         if torch.compiler.is_compiling():
             return choose_rows(logits)
@@ -85,7 +85,7 @@ class TokenWeightsHook(order.ModuleHook, Fed):
             *numbers, losses, counts = weights(rows, _take_rows(gradient, index), gradient)
         for hook, number in zip(self.hooks, numbers, strict=False):
             hook.feed(number.reshape(1, 1), None)
-        self.hooks[-1].feed(losses[:, None], _first(counts))
+        self.hooks[-1].feed(losses[:, None], _find_first(counts))
 
 
 def logits_in(output: Any) -> torch.Tensor | None:
@@ -151,7 +151,7 @@ def weights(rows: torch.Tensor, some: torch.Tensor, gradient: torch.Tensor) -> t
     return weight, weight * count, weight * gradient[..., 0].numel(), losses[:, 0] * weight, (least[:, 0] != 0) & fits
 
 
-def _first(counts: torch.Tensor) -> Rows:
+def _find_first(counts: torch.Tensor) -> Rows:
     """The rows that count, as `ignoring` has them."""
     left_first = (~counts).to(torch.uint8).argsort(stable=True).to(torch.int32)
     return left_first, counts.sum(dtype=torch.int32).reshape(1)

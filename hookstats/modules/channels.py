@@ -66,7 +66,7 @@ def _is_in_out(module: nn.Module, weight: torch.Tensor) -> bool:
     return weight.shape[1] in biases and weight.shape[0] not in biases
 
 
-def _spatial_dims(module: nn.Module) -> int | None:
+def _count_spatial_dims(module: nn.Module) -> int | None:
     """1, 2 or 3 for modules that are made for a number of spatial dimensions."""
     kinds = (nn.modules.conv._ConvNd, nn.modules.instancenorm._InstanceNorm, nn.modules.batchnorm._BatchNorm)
     named_pool = type(module).__module__ == nn.MaxPool1d.__module__
@@ -80,7 +80,7 @@ def _spatial_dims(module: nn.Module) -> int | None:
 
 def natural_channels(module: nn.Module) -> ChannelAxis:
     """Return where the channels of a module's output lie, from its type. Widths come from its own attributes."""
-    spatial = _spatial_dims(module)
+    spatial = _count_spatial_dims(module)
     if isinstance(module, (nn.Linear, nn.Bilinear)):
         found = ChannelAxis(-1, module.out_features)
     elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
@@ -118,7 +118,7 @@ def input_channels(module: nn.Module, wanted: int | None) -> ChannelAxis | None:
     if isinstance(module, nn.modules.conv._ConvNd):
         return ChannelAxis(natural.dim, module.in_channels or None)
     keeps_them = isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)) or _is_normalisation(module)
-    return natural if keeps_them else ChannelAxis(natural.dim if _spatial_dims(module) else None, None)
+    return natural if keeps_them else ChannelAxis(natural.dim if _count_spatial_dims(module) else None, None)
 
 
 def _is_normalisation(module: nn.Module) -> bool:
@@ -133,7 +133,7 @@ def channels_of(name: str, module: nn.Module, wanted: int | None) -> ChannelAxis
     natural = natural_channels(module)
     if wanted is None:
         return natural
-    spatial = _spatial_dims(module)
+    spatial = _count_spatial_dims(module)
     if spatial is not None:
         ndim = spatial + 2
         if not -ndim <= wanted < ndim:

@@ -95,7 +95,7 @@ def channel_dim_by_evidence(x: torch.Tensor, widths: Widths, ran: Ran) -> int:
     for width in ran.widths():
         if dims := [dim for dim in _match_sizes(x, {width}) if dim]:
             return _choose_likeliest(dims, x, ran)
-    return _usual_dim(ndim)
+    return _find_usual_dim(ndim)
 
 
 def _match_sizes(x: torch.Tensor, widths: Collection[int]) -> list[int]:
@@ -115,10 +115,10 @@ def _choose_likeliest(dims: list[int], x: torch.Tensor, ran: Ran) -> int:
         if len(square) == 1:
             return square[0]
     latest = ran.dim_of_ndim(ndim)
-    usual = _usual_dim(ndim) if latest is None else latest
+    usual = _find_usual_dim(ndim) if latest is None else latest
     return usual if usual in dims else dims[-1]
 
 
-def _usual_dim(ndim: int) -> int:
+def _find_usual_dim(ndim: int) -> int:
     """Return the usual dimension, where nothing else tells."""
     return 1 if ndim in (4, 5) else ndim - 1

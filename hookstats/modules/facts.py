@@ -26,16 +26,18 @@ def facts(model: nn.Module) -> list[str]:
     for each in parameters:
         of_dtype[str(each.dtype).removeprefix("torch.")] += each.numel()
     if len(of_dtype) > 1:
-        found.append("parameters are " + ", ".join(f"{_share(n, size)} {dtype}" for dtype, n in of_dtype.most_common()))
+        found.append(
+            "parameters are " + ", ".join(f"{_compute_share(n, size)} {dtype}" for dtype, n in of_dtype.most_common())
+        )
     frozen = sum(each.numel() for each in parameters if not each.requires_grad)
     if frozen:
-        found.append(f"{_share(frozen, size)} of {size:,} parameter values are frozen")
+        found.append(f"{_compute_share(frozen, size)} of {size:,} parameter values are frozen")
     resting = _find_in_evaluation(model)
     if resting:
-        found.append(f"in evaluation mode: {_names(resting)}")
+        found.append(f"in evaluation mode: {_list_names(resting)}")
     tied = _find_tied(model)
     if tied:
-        found.append(f"tied: {_names([' = '.join(names) for names in tied])}")
+        found.append(f"tied: {_list_names([' = '.join(names) for names in tied])}")
     return found
 
 
@@ -49,7 +51,7 @@ def find_hidden(model: nn.Module) -> list[str]:
         for attribute, value in list(vars(module).items()):
             if attribute.startswith("_"):
                 continue
-            lost = {id(each): each for each in _parameters_in(value) if each.requires_grad and id(each) not in own}
+            lost = {id(each): each for each in _list_parameters(value) if each.requires_grad and id(each) not in own}
             if lost:
                 size = sum(each.numel() for each in lost.values() if not nn.parameter.is_lazy(each))
                 place = f"{name}.{attribute}".lstrip(".")
@@ -61,7 +63,7 @@ def find_hidden(model: nn.Module) -> list[str]:
     return found
 
 
-def _parameters_in(value: Any) -> Iterator[nn.Parameter]:
+def _list_parameters(value: Any) -> Iterator[nn.Parameter]:
     """Return the parameters in a container that torch does not look into."""
     if type(value) in (list, tuple):
         held = list(value[:_MOST])
@@ -96,10 +98,10 @@ def _find_tied(model: nn.Module) -> list[list[str]]:
     return [each for each in names.values() if len(each) > 1]
 
 
-def _share(part: int, whole: int) -> str:
+def _compute_share(part: int, whole: int) -> str:
     return f"{100 * part / max(whole, 1):.3g} %"
 
 
-def _names(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     others = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {others} others" if others > 0 else "")

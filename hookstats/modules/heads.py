@@ -52,29 +52,29 @@ def group_sizes(modules: Mapping[str, nn.Module]) -> dict[str, GroupSizes]:
             continue
         path, _, own = name.rpartition(".")
         parent = modules.get(path)
-        sizes = NO_GROUPS if parent is None else _sizes(own, module, parent)
+        sizes = NO_GROUPS if parent is None else _read_sizes(own, module, parent)
         if sizes != NO_GROUPS:
             found[name] = sizes
     return found
 
 
-def _sizes(own: str, module: nn.Module, attention: nn.Module) -> GroupSizes:
+def _read_sizes(own: str, module: nn.Module, attention: nn.Module) -> GroupSizes:
     inputs, outputs = read_number((module,), ("in_features", "nx")), read_number((module,), ("out_features", "nf"))
     heads = heads_of(attention)
     if own in _QUERIES | _LATENT:
-        return GroupSizes(_part(outputs, heads), None)
+        return GroupSizes(_find_part(outputs, heads), None)
     if own in _KEYS:
-        return GroupSizes(_part(outputs, read_number((attention,), KEY_HEADS) or heads), None)
+        return GroupSizes(_find_part(outputs, read_number((attention,), KEY_HEADS) or heads), None)
     if own in _TOGETHER:
-        size = read_number((attention,), SIZES_OF_HEADS) or _part(inputs, heads)
+        size = read_number((attention,), SIZES_OF_HEADS) or _find_part(inputs, heads)
         return GroupSizes(size if size and outputs and outputs % size == 0 and outputs > size else None, None)
     children = {name for name, _ in attention.named_children()}
     if own in _LAST and not children.isdisjoint(_QUERIES | _LATENT | _TOGETHER):
-        return GroupSizes(None, _part(inputs, heads))
+        return GroupSizes(None, _find_part(inputs, heads))
     return NO_GROUPS
 
 
-def _part(width: int | None, count: int | None) -> int | None:
+def _find_part(width: int | None, count: int | None) -> int | None:
     return width // count if width and count and count > 1 and width % count == 0 and width > count else None
 
 

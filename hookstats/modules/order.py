@@ -35,13 +35,13 @@ class ModuleHook:
     description: str = "attach"
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return _nothing()
+        return _do_nothing()
 
     def __reduce__(self) -> Any:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
-def _nothing() -> Any:
+def _do_nothing() -> Any:
     """A function that takes anything and returns None, and can be pickled: what a hook is in a copied or loaded model.
 
     Not one of ours: such a model must load where hookstats is not installed.

@@ -70,10 +70,10 @@ def select(
     it.
     """
     named = clean_names(model)
-    slots = (_slots(named) if parameters else {}) | (_slots(named, of_buffers=True) if buffers else {})
-    left = _match_excluded(named, _all_slots(named), exclude)
+    slots = (_list_slots(named) if parameters else {}) | (_list_slots(named, of_buffers=True) if buffers else {})
+    left = _match_excluded(named, _list_all_slots(named), exclude)
     if modules is None:
-        chosen = _default_modules(named)
+        chosen = _list_default_modules(named)
     else:
         globs, chosen = _match_modules(modules, named, [*named, *slots])
         inside = {id(module) for module in chosen.values()}
@@ -90,7 +90,7 @@ def select(
 def list_modules(model: nn.Module, exclude: Modules) -> dict[str, nn.Module]:
     """Return the modules that `exclude` does not name, by clean name."""
     named = clean_names(model)
-    left = _match_excluded(named, _all_slots(named), exclude)
+    left = _match_excluded(named, _list_all_slots(named), exclude)
     return {name: module for name, module in named.items() if name not in left}
 
 
@@ -125,7 +125,7 @@ def find_root(model: nn.Module, exclude: Modules) -> nn.Module | None:
     root = named.get("")
     if root is None or isinstance(root, (*_NEVER_CALLED, torch.jit.ScriptModule)):
         return None
-    return None if "" in _match_excluded(named, _all_slots(named), exclude) else root
+    return None if "" in _match_excluded(named, _list_all_slots(named), exclude) else root
 
 
 class Slot(NamedTuple):
@@ -142,7 +142,7 @@ class Slot(NamedTuple):
         return kept[self.key]
 
 
-def _slots(named: Mapping[str, nn.Module], of_buffers: bool = False) -> dict[str, Slot]:
+def _list_slots(named: Mapping[str, nn.Module], of_buffers: bool = False) -> dict[str, Slot]:
     """The parameters of modules by clean name, or their buffers; a shared one by its first name."""
     slots: dict[str, Slot] = {}
     seen: set[int] = set()
@@ -154,8 +154,8 @@ def _slots(named: Mapping[str, nn.Module], of_buffers: bool = False) -> dict[str
     return slots
 
 
-def _all_slots(named: Mapping[str, nn.Module]) -> dict[str, Slot]:
-    return _slots(named) | _slots(named, of_buffers=True)
+def _list_all_slots(named: Mapping[str, nn.Module]) -> dict[str, Slot]:
+    return _list_slots(named) | _list_slots(named, of_buffers=True)
 
 
 def modules_at(model: nn.Module, modules: Modules, exclude: Modules) -> dict[str, nn.Module]:
@@ -194,7 +194,7 @@ def find_never_called(model: nn.Module) -> dict[str, str]:
     return silent
 
 
-def _default_modules(named: dict[str, nn.Module]) -> dict[str, nn.Module]:
+def _list_default_modules(named: dict[str, nn.Module]) -> dict[str, nn.Module]:
     in_list = {id(unwrap(child)) for module in named.values() for child in _list_children(module)}
     inside = {id(m) for module in named.values() if _is_opaque(module) for m in module.modules() if m is not module}
     return {

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 
 from hookstats.numbers.fields import FIELDS, Counts
-from hookstats.rules.answers import answer, count_classes
+from hookstats.rules.answers import count_classes, find_answer
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.formatting import percent
-from hookstats.rules.losses import has_fallen, note_losses
 from hookstats.rules.memory import Memory
 from hookstats.rules.step import Mask, Step
 
@@ -48,27 +47,26 @@ def dead_channels(
     where the output before has as many channels, a ReLU lets no gradient through to those that are dead, or it is a
     mask; and of outputs that follow each other, a ReLU and its pooling, the first is named.
     """
-    note_losses(step, memory)
-    outputs, totals = step.ordered("output"), step.totals
+    outputs, totals = step.list_finite("output"), step.totals
     if not outputs:
         return None
     counts, actives = totals.count, totals.count - totals.zeros
-    before = memory.of_sites("actives", np.nan)
+    before = memory.keep_by_site("actives", np.nan)
     by_design = (actives == before) & (actives > 0) & (actives < counts)  # as many in each of these steps
     by_design = memory.streak("by design").push(step.number, by_design, None, consecutive_steps - 1)
     memory["actives"] = np.where(counts > 0, actives, before)
-    judged = step.alike(_layers)
+    judged = step.make_for_alike(_find_layers)
     # More than `share` dead channels of equal size leave at most this many values.
     most = (1 - share) + share * active
     candidates = judged & (totals.min >= 0) & (actives < most * counts) & ~by_design
     of_some, of_all = memory.streak("some"), memory.streak("every")
     if not np.count_nonzero(candidates) and not of_some.goes_on and not of_all.goes_on:
         return []
-    shares, gradients = np.zeros(len(step.sites)), step.partner("output", "grad_output")
+    shares, gradients = np.zeros(len(step.sites)), step.find_partner("output", "grad_output")
     for site in np.flatnonzero(candidates).tolist():
         place = outputs.index(site)
         gradient = int(gradients[outputs[place - 1]]) if place else -1
-        shares[site] = _dead(step, site, gradient, active, consecutive_steps)
+        shares[site] = _measure_dead(step, site, gradient, active, consecutive_steps)
     some = of_some.push(step.number, shares > share, judged, some_consecutive_steps)
     dead = some | of_all.push(step.number, shares == 1, judged, consecutive_steps)
     if dead.any():  # of outputs that follow each other, the first is named
@@ -79,28 +77,28 @@ def dead_channels(
     )
     of_dead += "lower the learning rate, check the bias before them, or use a LeakyReLU or GELU."
     of_zeros = "all weights of the module are 0, so nothing after it can learn. Check how they are initialised."
-    learns = has_fallen(memory, 0.5)
+    learns = step.losses.have_fallen(0.5)
     if learns:
         of_dead += " The loss falls all the same."
     return Ill(
         dead, "{channels} of {tensor} are dead: {why}", shares, share,
-        lambda site: "critical" if shares[site] == 1 else "note" if learns else "warning", since=since,
+        np.where(shares == 1, "critical", "note" if learns else "warning"), since=since,
         words={
-            "channels": lambda site: _channels(shares[site]),
+            "channels": lambda site: _say_channels(shares[site]),
             "why": lambda site: of_zeros if has_zero_weights(step, site) else of_dead,
         },
     )  # fmt: skip
 
 
-def _layers(step: Step) -> Mask:
+def _find_layers(step: Step) -> Mask:
     """``[n]``: the outputs with values that are judged, of which gradients come back if any do."""
-    gradients = step.partner("output", "grad_output")
+    gradients = step.find_partner("output", "grad_output")
     firsts: Mask = np.array([site.tensor in ("output", "output.0") for site in step.sites], bool)
-    judged = step.valued("output") & firsts
+    judged = step.find_finite("output") & firsts
     return judged & (gradients >= 0) & (step.calls[gradients] > 0) if step.is_kind("grad_output").any() else judged
 
 
-def _dead(step: Step, site: int, gradient: int, active: float, verdicts: int) -> float:
+def _measure_dead(step: Step, site: int, gradient: int, active: float, verdicts: int) -> float:
     """The share of the channels that are dead. gradient: the id of that of the output before; -1 without one."""
     state = step.state(site)
     if state is None:
@@ -120,7 +118,7 @@ def _dead(step: Step, site: int, gradient: int, active: float, verdicts: int) ->
 def has_zero_weights(step: Step, output: int) -> bool:
     """Return whether the weight of an output's module has nothing but zeros, as far as it is measured."""
     name = f"{step.sites[output].name}.weight".lstrip(".")
-    weights = [step.id_of(name, kind) for kind in ("param", "param_sample")]
+    weights = [step.find_id(name, kind) for kind in ("param", "param_sample")]
     return any(i >= 0 and step.totals.count[i] > 0 and step.totals.abs_max[i] == 0 for i in weights)
 
 
@@ -151,15 +149,18 @@ def saturated_channels(
     or add up to 1 (softmax), nor the last output of the model, which is to be sure of its answer. What recovers within
     a hundred measured steps, as narrow layers do, is no problem.
     """
-    outputs, totals = step.ordered("output"), step.totals
+    outputs, totals = step.list_finite("output"), step.totals
     if not outputs:
         return None
-    beyond, negative = memory.of_sites("beyond", False), memory.of_sites("negative", False)  # where values have been
+    beyond, negative = (
+        memory.keep_by_site("beyond", False),
+        memory.keep_by_site("negative", False),
+    )  # where values have been
     beyond |= (totals.abs_max > 1) | (step.nonfinite > 0) if step.has_nonfinite else totals.abs_max > 1
     negative |= totals.min < 0
-    gradients, judged = step.partner("output", "grad_output"), step.alike(_with_gradients)
+    gradients, judged = step.find_partner("output", "grad_output"), step.make_for_alike(_find_outputs_with_gradients)
     candidates = judged & ~beyond & (totals.abs_max > 0.9) & (totals.zeros == 0)
-    verdicts: Counts = memory.of_sites("verdicts", 0)
+    verdicts: Counts = memory.keep_by_site("verdicts", 0)
     verdicts += judged
     lasting, first = memory.streak("lasting"), memory.streak("from the start")
     if not np.count_nonzero(candidates) and not lasting.goes_on and not first.goes_on:
@@ -175,7 +176,7 @@ def saturated_channels(
     end = "they sit at the ends of the {kind} and pass less than {least:%} of the gradient. Make the input smaller: "
     end += "{smaller}, or a norm before it."
     words = {
-        "channels": lambda site: _channels((initial if from_start[site] else shares)[site]),
+        "channels": lambda site: _say_channels((initial if from_start[site] else shares)[site]),
         "kind": np.where(negative, "tanh", "sigmoid"),
     }
     lately = {**words, "least": slope, "smaller": "smaller weights, a lower learning rate"}
@@ -188,13 +189,13 @@ def saturated_channels(
     ]  # fmt: skip
 
 
-def _with_gradients(step: Step) -> Mask:
-    return step.valued("output") & (step.partner("output", "grad_output") >= 0)
+def _find_outputs_with_gradients(step: Step) -> Mask:
+    return step.find_finite("output") & (step.find_partner("output", "grad_output") >= 0)
 
 
 def _measure_saturation(step: Step, site: int, slope: float, is_tanh: bool) -> float:
     """The share of the channels that are saturated."""
-    stats = step.channels_or_whole(site)
+    stats = step.read_channels_or_whole(site)
     square, means = stats.rms**2, stats.mean
     if is_tanh:
         return float((1 - square < slope).mean())
@@ -203,7 +204,7 @@ def _measure_saturation(step: Step, site: int, slope: float, is_tanh: bool) -> f
     return float((means - square < slope / 4).mean())
 
 
-def _channels(share: Any) -> str:
+def _say_channels(share: Any) -> str:
     return "all channels" if share == 1 else f"{percent(share)} of the channels"
 
 
@@ -233,12 +234,11 @@ def heavy_dropout(
     False-positive guards: zeros of a ReLU, a mask or pooling are not equally many in all channels, or exactly as many,
     or as many in each step; gradients of fewer than ``channels`` = 8 channels are not judged.
     """
-    note_losses(step, memory)
     totals, counted = step.totals, memory.setdefault("counted", {})  # steps, values, zeros, since when, chance
-    found, limits = answer(step), np.full(len(step.sites), share)
+    found, limits = find_answer(step), np.full(len(step.sites), share)
     if found is not None:  # of a row that is sure, the right class may have none
         limits[found[1]] = max(of_answers, 1.5 / max(count_classes(step, found[0]), 1))
-    likely = step.valued("grad_output") & (totals.zeros > limits * totals.count) & (totals.zeros < totals.count)
+    likely = step.find_finite("grad_output") & (totals.zeros > limits * totals.count) & (totals.zeros < totals.count)
     if not np.count_nonzero(likely) and not counted:
         return None
     for site in [each for each in counted if step.calls[each] and not likely[each]]:
@@ -259,7 +259,7 @@ def heavy_dropout(
             rate = zeros.sum() / values.sum()
             chance = float(((zeros - rate * values) ** 2 / (values * rate * (1 - rate))).mean())
             ill[site], rates[site], since[site] = 1 / 3 < chance < 3 and 0.1 * steps < off < 4 * steps, rate, began
-    stands = has_fallen(memory) is False
+    stands = step.losses.have_fallen() is False
     text = (
         "{value:%} of the gradient of the output of {name} is 0, evenly over its channels: a dropout after it keeps "
         "only {left:%}{advice}."
@@ -271,8 +271,6 @@ def heavy_dropout(
         "left": 1 - rates,
         "advice": lambda site: of_last if site == last else usual,
     }
-
-    def severity(site: int) -> str:
-        return "warning" if site == last or (stands and counted[site][2] >= late) else "note"
-
+    long = [site for site, (*_, steps, _, _) in counted.items() if site == last or (stands and steps >= late)]
+    severity = np.where(np.isin(np.arange(len(ill)), long), "warning", "note")
     return Ill(ill, text, rates, share, severity, since=since, words=words)

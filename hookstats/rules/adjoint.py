@@ -36,7 +36,7 @@ def wrong_backward(step: Step, memory: Memory, share: float = 0.1, consecutive_s
     judged = step.is_kind("adjoint") & (step.totals.count > 0)
     off = np.where(judged, step.totals.rms, np.nan)
     where = judged & (off > share)
-    held = memory.of_sites("held", False)
+    held = memory.keep_by_site("held", False)
     held |= judged & ~where
 
     def say(site: int, since: int) -> str:
@@ -48,7 +48,4 @@ def wrong_backward(step: Step, memory: Memory, share: float = 0.1, consecutive_s
             "backward: a kernel of your own, a hook inside the module, a detach()."
         )
 
-    def severity(site: int) -> str:
-        return "critical" if held[site] else "warning"
-
-    return Ill(where, say, off, share, severity, judged, consecutive_steps)
+    return Ill(where, say, off, share, np.where(held, "critical", "warning"), judged, consecutive_steps)

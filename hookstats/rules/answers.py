@@ -15,16 +15,16 @@ from hookstats.rules.step import Step
 _COUNT, _MIN, _MAX = map(FIELDS.index, ("count", "min", "max"))
 
 
-def answer(step: Step) -> tuple[int, int, int] | None:
+def find_answer(step: Step) -> tuple[int, int, int] | None:
     """The ids of the model's last output and of its gradient, and how often that came; None where it did not."""
-    return step.alike(_answer)
+    return step.make_for_alike(_find_answer)
 
 
-def _answer(step: Step) -> tuple[int, int, int] | None:
-    outputs = step.ordered("output")
+def _find_answer(step: Step) -> tuple[int, int, int] | None:
+    outputs = step.list_finite("output")
     if not outputs:
         return None
-    gradient = int(step.partner("output", "grad_output")[outputs[-1]])
+    gradient = int(step.find_partner("output", "grad_output")[outputs[-1]])
     if gradient < 0 or not step.totals.count[gradient]:
         return None
     return outputs[-1], gradient, int(step.calls[gradient])
@@ -59,13 +59,13 @@ def probabilities_as_logits(step: Step, consecutive_steps: int = 10) -> Ill | No
     False-positive guards: the module of that output has no parameters, as a layer whose logits are small has; its
     values add up to 1, are near 0.5 in the middle, or come near an end, as those of a pooling need not.
     """
-    found, loss = answer(step), step.scalars.get("loss")
+    found, loss = find_answer(step), step.scalars.get("loss")
     if found is None or loss is None:
         return None
     site, gradient, calls = found
     totals, is_ill, least = step.totals, False, 0.0
     low, high = float(totals.min[site]), float(totals.max[site])
-    if low >= -1 and high <= 1 and step.nonfinite[site] == 0 and not step.once(has_weights)[site]:
+    if low >= -1 and high <= 1 and step.nonfinite[site] == 0 and not step.make_for_sites(has_weights)[site]:
         classes, is_tanh, mean = count_classes(step, site), low < 0, float(totals.mean[site])
         rows = float(step.sums[site]) / max(classes, 1)  # 1 or more where it adds up to 1 over the batch
         is_one = abs(mean * classes - 1) < 1e-3 or 0.3 < mean < 0.7 or high > 0.95
@@ -122,11 +122,11 @@ def initial_loss(step: Step, memory: Memory, factor: float = 3.0) -> Ill | None:
 
     False-positive guards: other losses are not judged, nor those that add up over a batch.
     """
-    loss, has_outputs = step.scalars.get("loss"), bool(step.ordered("output"))
+    loss, has_outputs = step.scalars.get("loss"), bool(step.list_finite("output"))
     if memory.get("is_judged") or step.number > 0 or not has_outputs or loss is None or not math.isfinite(loss):
         return None
     memory["is_judged"] = True
-    found = answer(step)
+    found = find_answer(step)
     classes = 0 if found is None else count_classes(step, found[0])
     if found is None or classes < 2:
         return None
@@ -231,7 +231,7 @@ def impossible_loss(
     )
     words, now = {"steps": str(consecutive_steps), "first": middle(np.array(firsts))}, middle(np.array(last))
     found, guessing = [Ill(max(last) < 0, below, now, 0.0, "note", words=words)], math.inf
-    if 0 <= now < 1 and step.number <= within and (known := answer(step)) is not None:
+    if 0 <= now < 1 and step.number <= within and (known := find_answer(step)) is not None:
         width = count_classes(step, known[0])
         guessing = math.log(width) if width > classes and is_of_softmax(step, known[1]) else math.inf
     soon = (
@@ -260,7 +260,7 @@ def broadcast_target(step: Step, consecutive_steps: int = 5, residual: float = 1
     False-positive guards: where targets differ the two agree by chance alone; answers of fewer than 8 values,
     and those that are the same for all rows, are not judged.
     """
-    found, loss = answer(step), step.scalars.get("loss")
+    found, loss = find_answer(step), step.scalars.get("loss")
     if found is None or loss is None or found[2] > 1 or count_classes(step, found[0]) > 1:
         return None
     site, gradient, _ = found
@@ -294,7 +294,7 @@ def nll_of_logits(step: Step, consecutive_steps: int = 5) -> Ill | None:
     False-positive guards: a gradient that has several sizes, as that of Q learning has, is not judged, nor is
     one of fewer than 8 rows.
     """
-    found = answer(step)
+    found = find_answer(step)
     if found is None or found[2] > 1:
         return None
     site, gradient, _ = found
@@ -328,7 +328,7 @@ def sorted_data(step: Step, memory: Memory, share: float = 0.7, batches: int = 1
     False-positive guards: batches of fewer than ``rows`` = 8 rows are not judged; nor is a class that is
     nearly all of the data, for then it is always the same.
     """
-    found = answer(step)
+    found = find_answer(step)
     state = None if found is None or found[2] > 1 else step.state(found[1])
     if found is None or state is None or state.shape[1] < 3 or state[_COUNT].min() < rows:
         return None
@@ -371,7 +371,7 @@ def absent_class(
     False-positive guards: where more than ``share`` = 0.25 of the classes are absent, the vocabulary is wider than the
     data, and nothing is said, unless one class is the target of all rows; nor of fewer than 3 classes.
     """
-    found = answer(step)
+    found = find_answer(step)
     state = None if found is None or found[2] > 1 else step.state(found[1])
     if found is None or state is None or state.shape[1] < 3 or not is_of_softmax(step, found[1]):
         return None

@@ -36,13 +36,13 @@ def missing_gradients(step: Step, memory: Memory, steps: int = 20) -> list[Ill] 
     lasts a step or two; a last head whose loss is multiplied by 0 is a note.
     """
     gradients, totals = step.is_kind("param_grad"), step.totals
-    arrived = step.valued("param_grad")
+    arrived = step.find_finite("param_grad")
     if step.has_nonfinite:
         arrived = gradients & (totals.count + step.nonfinite > 0)
     if not np.count_nonzero(arrived):
         return None
-    outputs, updates = step.partner("param_grad", "output", "*"), step.updates_of_gradients
-    reached = memory.of_sites("reached", False)
+    outputs, updates = step.find_partner("param_grad", "output", "*"), step.updates_of_gradients
+    reached = memory.keep_by_site("reached", False)
     reached |= arrived & ((totals.abs_max > 0) | (step.nonfinite > 0) if step.has_nonfinite else totals.abs_max > 0)
     if not np.count_nonzero(gradients & ~reached):
         return []
@@ -58,8 +58,8 @@ def missing_gradients(step: Step, memory: Memory, steps: int = 20) -> list[Ill] 
         return found
     places = {site: place for place, site in enumerate(step.order.tolist())}
     sites = sorted(np.flatnonzero(ill).tolist(), key=lambda site: places[int(outputs[site])])
-    first, last = sites[-1], _module(step, sites[-1])
-    ran = {step.sites[site].name: place for place, site in enumerate(step.ordered("output"))}
+    first, last = sites[-1], _name_module(step, sites[-1])
+    ran = {step.sites[site].name: place for place, site in enumerate(step.list_finite("output"))}
     behind = [name for name, place in ran.items() if place > ran[last]]
     zero = [site for site in sites if step.calls[site]]
     text = (
@@ -67,7 +67,7 @@ def missing_gradients(step: Step, memory: Memory, steps: int = 20) -> list[Ill] 
         "{cut}: {why}."
     )
     words = {
-        "missing": step.names_of(sites[::-1]),
+        "missing": step.name_sites(sites[::-1]),
         "what": "only a gradient that is 0" if zero else "no gradient",
         "length": str(streak.lengths[first]),
         "cut": f"between {last or 'the model'} and {behind[0]}" if behind else f"after {last or 'the model'}",
@@ -75,8 +75,10 @@ def missing_gradients(step: Step, memory: Memory, steps: int = 20) -> list[Ill] 
         if zero
         else "look for detach(), no_grad, .item() or an integer there, or an output that the loss does not use",
     }
-    others = {module: ran[module] for module in _modules(step, np.flatnonzero(reached & gradients)) if module in ran}
-    is_cut = _is_cut(_modules(step, sites), _modules(step, zero), ran, others)
+    others = {
+        module: ran[module] for module in _name_modules(step, np.flatnonzero(reached & gradients)) if module in ran
+    }
+    is_cut = _is_cut(_name_modules(step, sites), _name_modules(step, zero), ran, others)
     severity, since = "warning" if is_cut else "note", int(streak.since[first])
     missing = Ill(True, text, 0.0, 0.0, severity, since=since, site=first, sites=[first, *sites[:-1]], words=words)
     return [missing, *found]
@@ -84,7 +86,7 @@ def missing_gradients(step: Step, memory: Memory, steps: int = 20) -> list[Ill] 
 
 def _say_idle(step: Step, rests: Mask, idle: Streak) -> Ill:
     sites = np.flatnonzero(rests & (idle.since == idle.since[rests].min())).tolist()
-    modules = list(dict.fromkeys(_module(step, site) for site in sites))
+    modules = list(dict.fromkeys(_name_module(step, site) for site in sites))
     more = f" and {times(len(modules) - 3, 'other')}" if len(modules) > 3 else ""
     text = (
         f"{', '.join(modules[:3])}{more}: no forward has called {'it' if len(modules) == 1 else 'them'} since step "
@@ -95,12 +97,12 @@ def _say_idle(step: Step, rests: Mask, idle: Streak) -> Ill:
     return Ill(True, text, len(modules), 0.0, "note", since=since, site=sites[0], sites=sites)
 
 
-def _module(step: Step, parameter: int) -> str:
+def _name_module(step: Step, parameter: int) -> str:
     return step.sites[parameter].name.rpartition(".")[0]
 
 
-def _modules(step: Step, parameters: Iterable[int]) -> set[str]:
-    return {_module(step, each) for each in parameters}
+def _name_modules(step: Step, parameters: Iterable[int]) -> set[str]:
+    return {_name_module(step, each) for each in parameters}
 
 
 def _is_cut(missing: set[str], zero: set[str], ran: dict[str, int], others: dict[str, int]) -> bool:
@@ -140,7 +142,7 @@ def no_gradients(step: Step, memory: Memory, steps: int = 30) -> Ill | None:
     sizes, before = step.totals.rms[step.is_kind("param_sample")], memory.get("sizes")
     memory["sizes"] = sizes
     changes = before is not None and len(before) == len(sizes) and bool((sizes != before).any())
-    comes = step.fired("grad_output").any() or step.fired("param_grad").any()
+    comes = step.find_fired("grad_output").any() or step.find_fired("param_grad").any()
     memory["came"] = came = memory.get("came", False) or changes or bool(comes)
     if came or not weights.any():
         return None
@@ -150,10 +152,7 @@ def no_gradients(step: Step, memory: Memory, steps: int = 30) -> Ill | None:
         "argmax or no_grad between the outputs and the loss, and for a loss that is made anew by torch.tensor(..., "
         "requires_grad=True)."
     )
-    streak = memory.streak("waits")
-    waits = bool(streak.push(step.number, np.array([bool(step.read_scalar("loss"))]), steps=5)[0])
-    since = int(streak.since[0])
-    return Ill(waits and step.number - since + 1 >= steps, text, 1.0, 1.0, "critical", since=since)
+    return Ill(bool(step.read_scalar("loss")), text, 1.0, 1.0, "critical", steps=5, over=steps)
 
 
 @rule(of="param_grad", per_site=False, depth=2, sums=True)
@@ -178,12 +177,12 @@ def growing_gradients(
     accumulation over several calls of `Monitor.step` is in order, and a parameter that no optimizer has is another
     problem. What is a multiple of this step's gradient was scaled, and not added up.
     """
-    gradients, outputs = _pairs(step)
+    gradients, outputs = _find_pairs(step)
     if not gradients.size:
         return None
     sums, n = step.sums, len(step.sites)
     follows, is_once = step.number == memory.get("at", -2) + 1, step.calls[outputs] == 1
-    before = memory.of_sites("sums", np.nan)[gradients]
+    before = memory.keep_by_site("sums", np.nan)[gradients]
     now, fresh = sums[gradients], sums[outputs]
     memory["at"], memory["sums"] = step.number, sums
     known = np.isfinite(now + fresh + before)
@@ -210,7 +209,7 @@ def growing_gradients(
         key: streaks[key].push(step.number, np.array([bool(is_ill)]), steps=steps)[0]
         for key, is_ill, steps in (("all", is_all, consecutive_steps), ("grown", is_grown, 2 * consecutive_steps))
     }
-    sites = step.in_order(streaks["alone"].push(step.number, ill, judged, 8))
+    sites = step.put_in_order(streaks["alone"].push(step.number, ill, judged, 8))
     if not any(of_all.values()) and not sites:
         return []
     since = min([int(streaks[key].since[0]) for key in of_all if streaks[key].goes_on], default=step.number)
@@ -226,10 +225,10 @@ def growing_gradients(
     return Ill(True, text, grown, 1.0, since=since, site=first, sites=sites)
 
 
-def _pairs(step: Step) -> tuple[Counts, Counts]:
+def _find_pairs(step: Step) -> tuple[Counts, Counts]:
     """The ids of gradients of parameters that this step changed, and of those of outputs that add up to the same."""
     totals = step.totals
-    gradients, outputs, is_weight, updates = step.alike(_select_pairs)
+    gradients, outputs, is_weight, updates = step.make_for_alike(_select_pairs)
     chosen = ~is_weight | (totals.zeros[gradients] > SPARSE * totals.count[gradients])  # of an embedding
     if step.updates.any():
         chosen &= (updates >= 0) & (totals.zeros[updates] < totals.count[updates])
@@ -237,8 +236,8 @@ def _pairs(step: Step) -> tuple[Counts, Counts]:
 
 
 def _select_pairs(step: Step) -> tuple[Counts, Counts, Mask, Counts]:
-    outputs, count = step.partner("param_grad", "grad_output", "*"), step.totals.count
-    ids = np.flatnonzero(step.once(are_sums_of_outputs) & (count > 0) & (count[outputs] > 0))
+    outputs, count = step.find_partner("param_grad", "grad_output", "*"), step.totals.count
+    ids = np.flatnonzero(step.make_for_sites(are_sums_of_outputs) & (count > 0) & (count[outputs] > 0))
     is_weight = np.array([step.sites[i].name.rpartition(".")[2] == "weight" for i in ids.tolist()], bool)
     return ids, outputs[ids], is_weight, step.updates_of_gradients[ids]
 
@@ -265,7 +264,7 @@ def clipped_gradients(
     norm = step.grad_norm
     if norm is None or not math.isfinite(norm) or norm <= 0:
         return None
-    before, size = memory.get("norm", 0.0), float(step.totals.l1_norm[step.valued("grad_output")].sum())
+    before, size = memory.get("norm", 0.0), float(step.totals.l1_norm[step.find_finite("grad_output")].sum())
     is_equal = before > 0 and abs(norm / before - 1) < equal and size != memory.get("size", size)
     memory["norm"], memory["size"] = norm, size
     text = (
@@ -277,15 +276,15 @@ def clipped_gradients(
         text += "otherwise check max_norm."
     else:
         text += "So the learning rate alone decides how long a step is: raise max_norm if that is not intended."
-    severity, words = "warning" if norm < tiny else "note", {"cut": lambda _: _cut(step)}
+    severity, words = "warning" if norm < tiny else "note", {"cut": lambda _: _say_cut(step)}
     return Ill(is_equal, text, norm, tiny, severity, steps=consecutive_steps, words=words)
 
 
-def _cut(step: Step) -> str:
+def _say_cut(step: Step) -> str:
     """Say by how much clipping has cut the gradients of biases, as those of outputs tell; nothing where they do not."""
     if step.is_sampled:
         return ""
-    gradients, outputs, is_weight, _ = step.alike(_select_pairs)
+    gradients, outputs, is_weight, _ = step.make_for_alike(_select_pairs)
     known = ~is_weight & (step.calls[outputs] == 1)
     now, fresh = step.sums[gradients[known]], step.sums[outputs[known]]
     ratios = np.abs(fresh[now != 0] / now[now != 0])

@@ -29,14 +29,14 @@ def attention_logits(step: Step, value: float = 100.0, consecutive_steps: int = 
 
     False-positive guards: in ``consecutive_steps`` = 3 verdicts in a row.
     """
-    judged = step.fired("attention.max_logit")
+    judged = step.find_fired("attention.max_logit")
     largest = np.where(judged, step.totals.max, -np.inf)
-    partner = step.partner("attention.max_logit", "attention.bound")
+    partner = step.find_partner("attention.max_logit", "attention.bound")
     bound = np.where(judged & (partner >= 0), step.totals.max[partner], -np.inf)
     beyond = largest > value
 
     def heads(site: int) -> str:
-        of_heads = step.channels_or_whole(site).max
+        of_heads = step.read_channels_or_whole(site).max
         if len(of_heads) < 2:
             return ""
         many = times(len(of_heads), "head")
@@ -81,10 +81,10 @@ def attention_entropy(
     False-positive guards: in ``consecutive_steps`` = 3 verdicts in a row; single heads may do so, for they
     learn to look at the token before, or at the first one.
     """
-    judged = step.fired("attention.entropy")
+    judged = step.find_fired("attention.entropy")
     ill, ratios = np.zeros(len(step.sites), bool), np.ones(len(step.sites))
     for site in np.flatnonzero(judged).tolist():
-        entropy = step.channels_or_whole(site).mean
+        entropy = step.read_channels_or_whole(site).mean
         past: deque[Array] = memory.last(f"past of {site}", window)
         if past and len(past[0]) != len(entropy):
             past.clear()
@@ -117,11 +117,11 @@ def attention_sink(step: Step, share: float = 0.3, heads: float = 0.5, consecuti
     False-positive guards: at least ``heads`` = 0.5 of the heads do so, in ``consecutive_steps`` = 10 verdicts
     in a row; and their entropy is at least 0.5 nats, which queries with few keys do not have.
     """
-    judged, means = step.fired("attention.sink"), step.totals.mean
-    entropy = step.partner("attention.sink", "attention.entropy")
+    judged, means = step.find_fired("attention.sink"), step.totals.mean
+    entropy = step.find_partner("attention.sink", "attention.entropy")
     ill = np.zeros(len(step.sites), bool)
     for site in np.flatnonzero(judged & (entropy >= 0) & (means[entropy] > 0.5)).tolist():
-        ill[site] = np.mean(step.channels_or_whole(site).mean > share) >= heads
+        ill[site] = np.mean(step.read_channels_or_whole(site).mean > share) >= heads
     text = (
         "the first key gets {value:%} of the attention of {name}. Large language models do this; low precision, and a "
         "cache that drops the first key, suffer from it."
@@ -129,19 +129,19 @@ def attention_sink(step: Step, share: float = 0.3, heads: float = 0.5, consecuti
     return Ill(ill, text, means, share, "note", judged, consecutive_steps)
 
 
-def _loads(step: Step, memory: Memory, window: int) -> dict[int, Array]:
+def _sum_loads(step: Step, memory: Memory, window: int) -> dict[int, Array]:
     """Tokens per expert that routers have shown, over the last steps: of the sites of this step that have so many."""
     found: dict[int, Array] = {}
-    for site in step.alike(_routers):
-        channels, loads = step.channels_or_whole(site), memory.last(f"loads of {site}", window)
+    for site in step.make_for_alike(_find_routers):
+        channels, loads = step.read_channels_or_whole(site), memory.last(f"loads of {site}", window)
         loads.append(channels.mean * channels.count)
         if len(loads) == window:
             found[site] = np.sum(np.array(loads), axis=0)
     return found
 
 
-def _routers(step: Step) -> list[int]:
-    found: list[int] = np.flatnonzero(step.valued("router.load") & step.has_channels).tolist()
+def _find_routers(step: Step) -> list[int]:
+    found: list[int] = np.flatnonzero(step.find_finite("router.load") & step.has_channels).tolist()
     return found
 
 
@@ -159,7 +159,7 @@ def dead_experts(step: Step, memory: Memory, window: int = 50, tokens: float = 1
     False-positive guards: all experts together got at least ``tokens`` = 100 each in these steps; where the
     load as a whole has collapsed, `expert_load` says so alone.
     """
-    loads = _loads(step, memory, window)
+    loads = _sum_loads(step, memory, window)
     ill, counts = np.zeros(len(step.sites), bool), np.zeros(len(step.sites))
     for site, load in loads.items():
         counts[site] = (load == 0).sum()
@@ -197,8 +197,11 @@ def expert_load(
     Experts that one module computes together (stacked weights) have no outputs of their own, and are seen by their
     router alone.
     """
-    groups, routers = step.once(_experts, name), {step.sites[site].name for site in step.alike(_routers)}
-    loads = [(site, load, step.sites[site].name, "") for site, load in _loads(step, memory, window).items()]
+    groups, routers = (
+        step.make_for_sites(_find_experts, name),
+        {step.sites[site].name for site in step.make_for_alike(_find_routers)},
+    )
+    loads = [(site, load, step.sites[site].name, "") for site, load in _sum_loads(step, memory, window).items()]
     if not groups and not routers:
         return None
     for path, experts in groups.items():
@@ -227,7 +230,7 @@ def expert_load(
     return found
 
 
-def _experts(step: Step, experts: str) -> dict[str, Counts]:
+def _find_experts(step: Step, experts: str) -> dict[str, Counts]:
     """Return the ids of the outputs of each router's experts: their own, or else those of the first thing in them."""
     pattern = re.compile(rf"(?P<path>.*?{re.escape(experts)})\.(?P<number>\d+)(?P<inside>\..*)?")
     found: dict[str, dict[str, list[int]]] = {}

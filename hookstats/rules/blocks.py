@@ -63,7 +63,7 @@ def block_fits(step: Step, chosen: Mask, name: str) -> list[BlockFit]:
         has_few_bits = np.exp2(np.arange(1.0, 255) - 127) < reached[:, None]
         unsure += format.block * np.where(has_few_bits, largest[:, 1:-1], 0).sum(1)
     surely, maybe = (groups[:, :, 1 + first :].sum(2) for first in (format.lost, format.may_be))
-    error = np.maximum(*(_standard_errors(lost, values, counted) for lost in (surely, maybe)))
+    error = np.maximum(*(_estimate_errors(lost, values, counted) for lost in (surely, maybe)))
     least = np.maximum(surely.sum(1) - unsure, 0) if name == "nvfp4" else surely.sum(1)
     whole = values.sum(1)
     most = np.minimum(maybe.sum(1) + unsure, whole)
@@ -72,7 +72,7 @@ def block_fits(step: Step, chosen: Mask, name: str) -> list[BlockFit]:
     return [BlockFit(step.sites[i], name, (low, high), bad, off) for i, low, high, bad, off in rows]
 
 
-def _standard_errors(lost: Counts, values: Counts, counted: Array) -> Array:
+def _estimate_errors(lost: Counts, values: Counts, counted: Array) -> Array:
     """Return the standard errors of lost / values ``[k]``, from 8 groups of blocks ``[k, 8]``, each a sample by itself.
 
     Values of a block are alike, so it is the groups that tell how far a sample may be off: a ratio's error from

@@ -33,8 +33,8 @@ def uninitialised_buffer(
     constant, are not judged; nor is a buffer that was in order when it was first seen. NaN that reaches no output is a
     note.
     """
-    known = memory.of_sites("known", False)
-    judged = step.fired("buffer_sample") & ~known
+    known = memory.keep_by_site("known", False)
+    judged = step.find_fired("buffer_sample") & ~known
     if not np.count_nonzero(judged):
         return None
     totals, size = step.totals, step.totals.abs_max
@@ -44,7 +44,7 @@ def uninitialised_buffer(
     is_wrong_table = is_table & ((totals.nans > 0) | (totals.min < 0) | (size == 0) | (totals.max > fastest))
     ill = judged & (is_nan | (is_absurd & (totals.max > totals.min)) | is_wrong_table)
     known |= judged & ~ill
-    reaches = step.has_nonfinite and bool(step.nonfinite[step.fired("output")].any())
+    reaches = step.has_nonfinite and bool(step.nonfinite[step.find_fired("output")].any())
 
     def what(site: int) -> str:
         if totals.nans[site]:
@@ -58,7 +58,7 @@ def uninitialised_buffer(
         "checkpoint lacks, keep whatever was in memory: initialise them after the weights are loaded."
     )
     is_note, values = is_nan & ~is_table & (not reaches), np.where(is_nan, totals.nans, size)
-    return Ill(ill, text, values, largest, lambda site: "note" if is_note[site] else "warning", words={"what": what})
+    return Ill(ill, text, values, largest, np.where(is_note, "note", "warning"), words={"what": what})
 
 
 @rule(of="buffer_sample", depth=1)
@@ -77,15 +77,15 @@ def still_statistics(step: Step, memory: Memory, consecutive_steps: int = 10) ->
     False-positive guards: statistics that were loaded and never moved since, and norms that do not run or get no
     gradient, are not judged.
     """
-    is_mean, differs = step.alike(_means), _find_moved(step, memory)
+    is_mean, differs = step.make_for_alike(_find_means), _find_moved(step, memory)
     if differs is None:
         return None
-    totals, moved = step.totals, memory.of_sites("moved", False)
-    variances = step.partner("buffer_sample", "buffer_sample", "running_mean", "running_var")
+    totals, moved = step.totals, memory.keep_by_site("moved", False)
+    variances = step.find_partner("buffer_sample", "buffer_sample", "running_mean", "running_var")
     moved |= differs
     is_new = (totals.abs_max == 0) & (totals.min[variances] == 1) & (totals.max[variances] == 1)
-    outputs = step.partner("buffer_sample", "output", "running_mean")
-    weights = step.partner("buffer_sample", "param_grad", "running_mean", "weight")
+    outputs = step.find_partner("buffer_sample", "output", "running_mean")
+    weights = step.find_partner("buffer_sample", "param_grad", "running_mean", "weight")
     runs = ((outputs >= 0) & (step.calls[outputs] > 0)) | ((weights >= 0) & (totals.abs_max[weights] > 0))
     judged = is_mean & runs & bool(step.grad_norm)
     ill = judged & ~differs & (moved | is_new) & (totals.max[variances] > 0)
@@ -99,7 +99,7 @@ def still_statistics(step: Step, memory: Memory, consecutive_steps: int = 10) ->
         "new": lambda site: "" if moved[site] else new,
     }
     return Ill(
-        ill, text, consecutive_steps, consecutive_steps, lambda site: "note" if moved[site] else "warning",
+        ill, text, consecutive_steps, consecutive_steps, np.where(moved, "note", "warning"),
         judged, consecutive_steps, words=words,
     )  # fmt: skip
 
@@ -120,12 +120,12 @@ def moving_statistics(step: Step, memory: Memory, consecutive_steps: int = 20) -
     False-positive guards: norms whose own weights get a gradient are not judged, nor is a model without gradients of
     outputs.
     """
-    ids, outputs = step.alike(_norms)
-    gradients = step.partner("output", "grad_output")[outputs]
-    weights = step.partner("buffer_sample", "param_grad", "running_mean", "weight")[ids]
-    differs, had = _find_moved(step, memory), memory.of_sites("had", False)
+    ids, outputs = step.make_for_alike(_find_norms)
+    gradients = step.find_partner("output", "grad_output")[outputs]
+    weights = step.find_partner("buffer_sample", "param_grad", "running_mean", "weight")[ids]
+    differs, had = _find_moved(step, memory), memory.keep_by_site("had", False)
     had[ids] |= ((gradients >= 0) & (step.calls[gradients] > 0)) | ((weights >= 0) & (step.calls[weights] > 0))
-    if differs is None or not len(ids) or not step.fired("grad_output").any():
+    if differs is None or not len(ids) or not step.find_fired("grad_output").any():
         return None
     judged = np.zeros(len(step.sites), bool)
     judged[ids] = True
@@ -155,7 +155,7 @@ def norm_of_few_values(step: Step, memory: Memory, values: int = 4, consecutive_
     False-positive guards: a smaller batch at the end of an epoch is none in a row; norms whose statistics stand still,
     as in evaluation mode, are not judged.
     """
-    ids, outputs = step.alike(_norms)
+    ids, outputs = step.make_for_alike(_find_norms)
     differs = _find_moved(step, memory)
     if differs is None or not len(ids):
         return None
@@ -188,16 +188,16 @@ def runaway_statistics(
     False-positive guards: statistics that grow more slowly from step to step, as they do on the way to a new level, and
     growth that began in the first ``min_history`` = 20 measured steps and has not gone on since, are not judged.
     """
-    is_mean = step.alike(_means)
+    is_mean = step.make_for_alike(_find_means)
     if not is_mean.any():
         return None
-    variances = step.partner("buffer_sample", "buffer_sample", "running_mean", "running_var")[is_mean]
+    variances = step.find_partner("buffer_sample", "buffer_sample", "running_mean", "running_var")[is_mean]
     totals, judged = step.totals, is_mean.copy()
     judged[variances] = True
     is_negative = judged & ~is_mean & (totals.min < 0)
-    last, grown, first = (memory.of_sites(name, np.nan) for name in ("last", "grown", "first"))
+    last, grown, first = (memory.keep_by_site(name, np.nan) for name in ("last", "grown", "first"))
     now = totals.rms - last
-    age = memory.of_sites("age", 0)
+    age = memory.keep_by_site("age", 0)
     age += judged
     grows = judged & (now > 0) & (now > grown)
     first[:] = np.where(grows, first, totals.rms)
@@ -218,23 +218,23 @@ def runaway_statistics(
     ]  # fmt: skip
 
 
-def _means(step: Step) -> Mask:
+def _find_means(step: Step) -> Mask:
     """``[n]``: running means that came, with their variances."""
-    fired = step.fired("buffer_sample")
-    variances = step.partner("buffer_sample", "buffer_sample", "running_mean", "running_var")
+    fired = step.find_fired("buffer_sample")
+    variances = step.find_partner("buffer_sample", "buffer_sample", "running_mean", "running_var")
     return fired & (variances >= 0) & fired[variances]
 
 
-def _norms(step: Step) -> Counts:
+def _find_norms(step: Step) -> Counts:
     """``[2, norms]``: the ids of running means that came, and of the outputs of their norms that ran."""
-    outputs = step.partner("buffer_sample", "output", "running_mean")
-    ids = np.flatnonzero(step.alike(_means) & (outputs >= 0) & step.valued("output")[outputs])
+    outputs = step.find_partner("buffer_sample", "output", "running_mean")
+    ids = np.flatnonzero(step.make_for_alike(_find_means) & (outputs >= 0) & step.find_finite("output")[outputs])
     return np.array([ids, outputs[ids]])
 
 
 def _find_moved(step: Step, memory: Memory) -> Mask | None:
     """``[n]``: the running means that are other than in the measured step before, or whose variances are."""
-    is_mean, totals = step.alike(_means), step.totals
+    is_mean, totals = step.make_for_alike(_find_means), step.totals
     if not is_mean.any():
         return None
     now, last = np.array([totals.mean, totals.rms, totals.max]), memory.get("statistics")
@@ -242,5 +242,5 @@ def _find_moved(step: Step, memory: Memory) -> Mask | None:
     if last is None or last.shape != now.shape:
         return None
     differs = (now != last).any(0)
-    variances = step.partner("buffer_sample", "buffer_sample", "running_mean", "running_var")
+    variances = step.find_partner("buffer_sample", "buffer_sample", "running_mean", "running_var")
     return np.asarray(is_mean & (differs | differs[variances]))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from hookstats.numbers.fields import FIELDS, Array, Counts
-from hookstats.rules.answers import answer
+from hookstats.rules.answers import find_answer
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.formatting import times
 from hookstats.rules.memory import Memory
-from hookstats.rules.step import Step, is_bias, valued_ids
+from hookstats.rules.step import Step, find_finite_ids, is_bias
 
 _COUNT, _MEAN, _M2 = map(FIELDS.index, ("count", "mean", "m2"))
 
@@ -32,7 +32,7 @@ def constant_output(
     False-positive guards: channels of fewer than ``rows`` = 8 values are not judged, nor is an output of
     nothing but zeros, or without a gradient, nor what is constant because the inputs are (`constant_input`).
     """
-    found = answer(step)
+    found = find_answer(step)
     if found is None:
         return None
     site, totals, state = found[0], step.totals, step.state(found[0])
@@ -70,8 +70,8 @@ def posterior_collapse(
 
     False-positive guards: outputs of fewer than 4 channels, or that have several gradients in a step, are not judged.
     """
-    ids, gradients = step.alike(_outputs_and_gradients)
-    rms, known = step.totals.rms, memory.of_sites("ratios", np.nan)
+    ids, gradients = step.make_for_alike(_pair_outputs_with_gradients)
+    rms, known = step.totals.rms, memory.keep_by_site("ratios", np.nan)
     is_small = rms[ids] < size
     if not np.count_nonzero(is_small) and not memory.streak().goes_on:
         return []
@@ -83,7 +83,7 @@ def posterior_collapse(
     for output, gradient in zip(ids[likely].tolist(), gradients[likely].tolist(), strict=True):
         of_output, of_gradient = step.state(output), step.state(gradient)
         if of_output is not None and of_gradient is not None and of_output.shape == of_gradient.shape:
-            of_channels = np.sqrt(_squares(of_gradient) / _squares(of_output))
+            of_channels = np.sqrt(_sum_squares(of_gradient) / _sum_squares(of_output))
             if len(of_channels) >= 4:
                 ill[output] = bool(of_channels.max() * (1 - equal) < of_channels.min() * (1 + equal))
     text = (
@@ -95,17 +95,17 @@ def posterior_collapse(
     return Ill(ill, text, rms, size, judged=judged, steps=consecutive_steps)
 
 
-def _squares(state: Array) -> Array:
+def _sum_squares(state: Array) -> Array:
     """Return the sum of the squares of each channel's values."""
     squares: Array = state[_M2] + state[_COUNT] * state[_MEAN] ** 2
     return squares
 
 
-def _outputs_and_gradients(step: Step) -> Counts:
+def _pair_outputs_with_gradients(step: Step) -> Counts:
     """``[2, pairs]``: the ids of outputs with one gradient in the step, and of these gradients."""
-    gradients = step.partner("output", "grad_output")
-    known = step.valued("output") & (gradients >= 0) & (step.calls == 1)
-    known &= step.valued("grad_output")[gradients] & (step.calls[gradients] == 1)
+    gradients = step.find_partner("output", "grad_output")
+    known = step.find_finite("output") & (gradients >= 0) & (step.calls == 1)
+    known &= step.find_finite("grad_output")[gradients] & (step.calls[gradients] == 1)
     ids = np.flatnonzero(known)
     return np.array([ids, gradients[ids]])
 
@@ -123,12 +123,12 @@ def equal_channels(step: Step, memory: Memory, consecutive_steps: int = 5, width
     False-positive guards: outputs that do not vary at all, fewer than ``width`` = 8 channels, and modules
     without weights are not judged.
     """
-    known = memory.of_sites("different", False)
-    judged = step.valued("output") & ~known
+    known = memory.keep_by_site("different", False)
+    judged = step.find_finite("output") & ~known
     if not np.count_nonzero(judged):
         return None
     equal, weights = np.zeros(len(step.sites), bool), {name for name, _ in step.sites if name.endswith("weight")}
-    for site in step.in_order(judged):
+    for site in step.put_in_order(judged):
         channels, weight = step.channels(site), f"{step.sites[site].name}.weight".lstrip(".")
         if channels is None or weight not in weights or len(channels.count) < width or channels.count.min() < 8:
             known[site] = True
@@ -141,7 +141,7 @@ def equal_channels(step: Step, memory: Memory, consecutive_steps: int = 5, width
         "same gradient and stay equal. Initialise them at random."
     )
     words = {
-        "count": lambda sites: str(len(step.channels_or_whole(sites[0]).count)),
+        "count": lambda sites: str(len(step.read_channels_or_whole(sites[0]).count)),
         "more": lambda sites: f", and so are those of {times(len(sites) - 1, 'other layer')}" if len(sites) > 1 else "",
     }
     return Ill(equal, text, 1.0, 1.0, judged=judged, steps=consecutive_steps, together=True, words=words)
@@ -164,12 +164,12 @@ def equal_modules(
     are averaged afterwards, as of replicas in one process, those of the outputs differ; biases,
     weights of one value, and those of fewer than ``values`` = 64 numbers are not judged; shared parameters are one.
     """
-    weights, totals, streak = step.partner("param_grad", "param_sample"), step.totals, memory.streak()
-    outputs = step.partner("param_grad", "grad_output", "*")
+    weights, totals, streak = step.find_partner("param_grad", "param_sample"), step.totals, memory.streak()
+    outputs = step.find_partner("param_grad", "grad_output", "*")
     age = memory["age"] = memory.get("age", 0) + 1
     if age > first and not streak.goes_on:
         return None
-    ids = step.alike(valued_ids, "param_grad")
+    ids = step.make_for_alike(find_finite_ids, "param_grad")
     ids = ids[(weights[ids] >= 0) & (totals.count[ids] >= values) & (totals.abs_max[ids] > 0)]
     sizes = np.sort(totals.rms[ids])
     equal, groups = np.zeros(len(step.sites), bool), dict[bytes, list[int]]()
@@ -213,11 +213,11 @@ def silent_rows(step: Step, memory: Memory, share: float = 0.7, consecutive_step
     than 8 rows are not judged.
     """
     outputs, totals, had = (
-        step.partner("param_grad", "grad_output", "weight"),
+        step.find_partner("param_grad", "grad_output", "weight"),
         step.totals,
-        memory.of_sites("had", False),
+        memory.keep_by_site("had", False),
     )
-    judged = step.valued("param_grad")
+    judged = step.find_finite("param_grad")
     likely = judged & (outputs >= 0) & (totals.zeros >= share * totals.count)
     if np.count_nonzero(likely):
         likely &= (totals.count[outputs] > 0) & (totals.zeros < totals.count)
@@ -236,6 +236,6 @@ def silent_rows(step: Step, memory: Memory, share: float = 0.7, consecutive_step
         "purpose."
     )
     return Ill(
-        silent >= share, text, silent, share, lambda site: "warning" if had[site] else "note", judged,
+        silent >= share, text, silent, share, np.where(had, "warning", "note"), judged,
         consecutive_steps, words={"silent": np.rint(silent * counts), "count": counts},
     )  # fmt: skip

@@ -49,11 +49,11 @@ def cross_entropy_gradient(
     deviations of the mean loss of the sampled tokens; and it must not be what was differentiated, to these. What may be
     the scale of a GradScaler that is not known, a power of two from 256 on, is not told.
     """
-    if scalar not in step.scalars or not step.is_of_all_ranks or not _always_updates(step, memory):
+    if scalar not in step.scalars or not step.is_of_all_ranks or not _has_always_updated(step, memory):
         return None
-    if not step.fired("token_weights").any():
-        return _by_norm(step, factor, consecutive_steps, step.scalars[scalar])
-    found = [np.flatnonzero(step.valued(f"token_weights.{name}")) for name in NAMES]
+    if not step.find_fired("token_weights").any():
+        return _judge_norm(step, factor, consecutive_steps, step.scalars[scalar])
+    found = [np.flatnonzero(step.find_finite(f"token_weights.{name}")) for name in NAMES]
     if any(len(sites) != 1 for sites in found):
         return None
     weights = TokenWeights.of([step.totals.entries(sites) for sites in found], step.ranks)
@@ -66,8 +66,8 @@ def cross_entropy_gradient(
 
     def say(site: int, since: int) -> str:
         return (
-            f"the gradient of the logits has been {_factor(weights.least)} that of the mean over tokens, whose loss "
-            f"({number(step.scalars[scalar])}) was given, since step {since}. {_cause(weights)}"
+            f"the gradient of the logits has been {_say_factor(weights.least)} that of the mean over tokens, whose "
+            f"loss ({number(step.scalars[scalar])}) was given, since step {since}. {_say_cause(weights)}"
         )
 
     def say_unequal(site: int, since: int) -> str:
@@ -78,30 +78,28 @@ def cross_entropy_gradient(
             f"{fewest} to {most} tokens. Divide the sum of the losses by the number of all tokens in the step."
         )
 
-    def severity(site: int) -> str:
-        return "critical" if not 1 / factor < weights.least < factor else "warning"
-
+    severity = "warning" if 1 / factor < weights.least < factor else "critical"
     how, site = "warning" if unequal >= factor else "note", int(found[0][0])
     of_sum = Ill(is_off, say, weights.least, 1.0, severity, steps=consecutive_steps, key="sum", site=site)
     is_unequal = not is_off and unequal > 1 + 2 * ROUNDING
     return [of_sum, Ill(is_unequal, say_unequal, unequal, 1.0, how, steps=consecutive_steps, key="each", site=site)]
 
 
-def _always_updates(step: Step, memory: Memory) -> bool:
+def _has_always_updated(step: Step, memory: Memory) -> bool:
     """Tell whether an optimizer stepped in every measured step so far: else a step may be one of microbatches.
 
     Without an update in the first steps nobody knows yet whether updates are measured at all.
     """
-    if step.fired("param_sample").any() and not step.has_any(_UPDATES):
+    if step.find_fired("param_sample").any() and not step.has_any(_UPDATES):
         memory["without update"] = memory.get("without update", 0) + 1
     count, are_measured = memory.get("without update", 0), any(step.is_kind(kind).any() for kind in _UPDATES)
     return count == 0 or (count > _UNDECIDED and not are_measured)
 
 
-def _by_norm(step: Step, factor: float, consecutive_steps: int, loss: float) -> list[Ill] | None:
+def _judge_norm(step: Step, factor: float, consecutive_steps: int, loss: float) -> list[Ill] | None:
     """Judge the norm and the sum of the gradient of all logits."""
     name = logits_of(step.scalars)
-    site = -1 if name is None else step.id_of(name.removeprefix(LOGITS), "grad_output")
+    site = -1 if name is None else step.find_id(name.removeprefix(LOGITS), "grad_output")
     if name is None or site < 0 or step.is_sampled or step.nonfinite[site] or not step.calls[site]:
         return None
     totals, calls = step.totals.entries(np.array([site])), int(step.calls[site])
@@ -114,11 +112,11 @@ def _by_norm(step: Step, factor: float, consecutive_steps: int, loss: float) -> 
 
     def say(site: int, since: int) -> str:
         size, than, most = (over, "at least", "largest") if is_large else (under, "at most", "smallest")
-        cause = _cause_of_norm(over, rows) if is_large else "Something divides it twice."
+        cause = _say_cause_of_norm(over, rows) if is_large else "Something divides it twice."
         return (
-            f"the gradient of the logits, the output of {step.sites[site].name}, is {than} {_factor(size)} the {most} "
-            f"that the mean over tokens can have, since step {since}; the loss of that mean ({number(loss)}) was "
-            f"given. {cause}"
+            f"the gradient of the logits, the output of {step.sites[site].name}, is {than} {_say_factor(size)} the "
+            f"{most} that the mean over tokens can have, since step {since}; the loss of that mean ({number(loss)}) "
+            f"was given. {cause}"
         )
 
     def say_of_sum(site: int, since: int) -> str:
@@ -137,7 +135,7 @@ def _by_norm(step: Step, factor: float, consecutive_steps: int, loss: float) -> 
     return [of_norm, of_sum]
 
 
-def _cause_of_norm(over: float, rows: float) -> str:
+def _say_cause_of_norm(over: float, rows: float) -> str:
     if rows / 8 < over <= rows > 8:
         return f"There are {number(rows)} rows: the losses are summed instead of averaged."
     return "Check what multiplies the loss between the mean and its backward."
@@ -164,11 +162,11 @@ def _is_about(value: float, expected: float) -> bool:
     return abs(value / expected - 1) < 2 * ROUNDING
 
 
-def _factor(value: float) -> str:
+def _say_factor(value: float) -> str:
     return f"{number(value)} times" if value > 0.95 else f"1/{number(1 / value)} of"
 
 
-def _cause(weights: TokenWeights) -> str:
+def _say_cause(weights: TokenWeights) -> str:
     total, count, tokens = weights.least, weights.microbatches, weights.tokens
     if _is_summed(weights):
         return "That is the number of tokens: their losses are summed instead of averaged."

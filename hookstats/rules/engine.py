@@ -3,7 +3,7 @@
 @rule(of="output")
 def massive_activations(step, value=100.0, consecutive_steps=3):
     ill = step.totals.abs_max > value
-    judged = step.fired("output")
+    judged = step.find_fired("output")
     return Ill(ill, "{tensor} reaches {value}", step.totals.abs_max, value, judged=judged, steps=consecutive_steps)
 """
 
@@ -17,6 +17,7 @@ from string import Formatter
 from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hookstats.numbers.fields import Array, Counts
 from hookstats.rules.finding import Finding
@@ -24,6 +25,7 @@ from hookstats.rules.formatting import number, percent, tensor_of
 from hookstats.rules.memory import Memory
 from hookstats.rules.step import Mask, Step
 
+Texts: TypeAlias = NDArray[np.str_]
 _MOST = 2**31 - 1
 _FORWARD = 3
 REGISTERED: list[Rule] = []  # all that `rule` has made, each as it is without arguments
@@ -38,7 +40,7 @@ class _Words(dict[str, Any]):
 
     def __missing__(self, key: str) -> Any:
         if key == "names":
-            return self._step.names_of(self._told)
+            return self._step.name_sites(self._told)
         site = self._step.sites[self._place]
         return {"tensor": tensor_of(site), "name": site.name, "module": site.name or "the model"}[key]
 
@@ -69,12 +71,12 @@ class Ill:
     ``where``: a mask over ids of sites ``[n]``, or a bool for the step as a whole. ``say``: the sentence, in which
     ``{tensor}``, ``{name}``, ``{value}``, ``{threshold}``, ``{since}`` and the ``words`` are filled in; or a function
     that gives it for a site's id and the step since which it is so. ``words``: numbers, texts, arrays ``[n]``, or
-    functions of a site's id. ``value``, ``threshold``: of the finding, a number or ``[n]``. ``severity``: the same for
-    all sites, or a function of a site's id.
+    functions of a site's id. ``value``, ``threshold``, ``severity``: of the finding, one or ``[n]``.
 
     ``judged``: where the problem could have been seen; other sites' streaks wait. None: everywhere. ``steps``: in how
     many verdicts in a row it must be seen; 0: each verdict stands for itself, and ``since`` says when it began (a
-    number or ``[n]``; None: in this step). ``key`` tells a rule's several streaks apart.
+    number or ``[n]``; None: in this step). ``over``: how many steps of the run it must have lasted, measured or not.
+    ``key`` tells a rule's several streaks apart.
 
     ``together``: one finding for all sites, at the first in order of execution; then functions get the list of their
     ids, and ``{names}`` names some. ``site``: of a step as a whole, the id of the site that is named; ``sites``: those
@@ -85,9 +87,10 @@ class Ill:
     say: str | Callable[[Any, int], str]
     value: Array | Counts | float = 1.0
     threshold: Array | float = 0.0
-    severity: str | Callable[[int], str] = "warning"
+    severity: str | Texts = "warning"
     judged: Mask | None = None
     steps: int = 0
+    over: float = 0.0
     since: Counts | int | None = None
     key: str = ""
     together: bool = False
@@ -106,24 +109,26 @@ class Ill:
             where = np.array([bool(where)])
         if streak is not None:
             where, since = streak.push(step.number, where, self.judged, self.steps), streak.since
+            if self.over:
+                where = where & (step.number - since + 1 >= self.over)
         if not np.count_nonzero(where):
             return []
         if not isinstance(self.where, np.ndarray):
             of_step = int(since[0]) if isinstance(since, np.ndarray) else since
             told = list(self.sites) if self.sites else self.site
-            return [self._finding(name, step, told, self.site, of_step, self.site or 0, self.sites)]
-        sites = step.in_order(where)
+            return [self._make_finding(name, step, told, self.site, of_step, self.site or 0, self.sites)]
+        sites = step.put_in_order(where)
         if self.together:
-            return [self._finding(name, step, sites, sites[0], since, sites[0], sites)] if sites else []
-        return [self._finding(name, step, site, site, since, site) for site in sites]
+            return [self._make_finding(name, step, sites, sites[0], since, sites[0], sites)] if sites else []
+        return [self._make_finding(name, step, site, site, since, site) for site in sites]
 
-    def _finding(
+    def _make_finding(
         self, name: str, step: Step, told: Any, site: int | None, since: Any, place: int, sites: Sequence[int] = ()
     ) -> Finding:
         """told: what the sentence is made for. place: of its numbers in arrays."""
         number_of = step.number if self.at is None else self.at
         began = number_of if since is None else int(_take(since, place))
-        severity = self.severity if isinstance(self.severity, str) else self.severity(place)
+        severity = str(_take(self.severity, place))
         say, numbers = self.say, (float(_take(self.value, place)), float(_take(self.threshold, place)))
         if isinstance(say, str):
             sentence = _SENTENCE.vformat(say, (), _Words(step, self, told, place, began))

@@ -23,12 +23,12 @@ def evaluation_mode(step: Step, memory: Memory, consecutive_steps: int = 3) -> I
     False-positive guards: a model that never ran in training mode, a step without a gradient other than 0,
     and a model of which some outputs are measured are not judged.
     """
-    runs = bool(step.fired("output").any())
+    runs = bool(step.find_fired("output").any())
     has_run = memory.get("has_run", False)
     memory["has_run"] = has_run or runs
     if not has_run:
         return None
-    trains = not runs and bool((step.totals.abs_max[step.fired("param_grad")] > 0).any())
+    trains = not runs and bool((step.totals.abs_max[step.find_fired("param_grad")] > 0).any())
     text = (
         "the model has been trained in evaluation mode since step {since}: dropout is off, and norms use their "
         "running statistics. Call model.train() after a validation, before the next step."

@@ -95,8 +95,8 @@ class Finding:
             if not is_right(d[name]):
                 raise ValueError(f"{name} of a finding: expected {what}, got {d[name]!r:.200}")
         because, sites = d["because"], tuple(Site(*site) for site in d["sites"])
-        because = None if because is None else Cause(because[0], because[1], _site_read(because[2]))
-        told = {"because": because, "sites": sites, "sample_ids": tuple(d["sample_ids"]), "site": _site_read(d["site"])}
+        because = None if because is None else Cause(because[0], because[1], _read_site(because[2]))
+        told = {"because": because, "sites": sites, "sample_ids": tuple(d["sample_ids"]), "site": _read_site(d["site"])}
         return cls(**{**d, **told, "value": float(d["value"]), "threshold": float(d["threshold"])})
 
 
@@ -135,7 +135,7 @@ def _site_to_json(site: Site | None) -> list[str] | None:
     return None if site is None else list(site)
 
 
-def _site_read(value: Any) -> Site | None:
+def _read_site(value: Any) -> Site | None:
     return None if value is None else Site(*value)
 
 

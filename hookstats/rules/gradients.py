@@ -22,7 +22,7 @@ def _judge_depth(step: Step, memory: Memory, depth: float, steps: int, text: str
     L2 norms are compared: pooling divides a gradient's values by an area, and makes as many more of them, so that their
     norm stays. text: with {value}, and {path} for how it was measured, and from where to where.
     """
-    backward = step.ordered("grad_output")
+    backward = step.list_finite("grad_output")
     if len(backward) < _SHORTEST:
         return None
     norms, third, sign = step.totals.l2_norm, len(backward) // 3, 1 if depth > 1 else -1
@@ -60,7 +60,7 @@ def _are_side_by_side(step: Step, backward: list[int], norms: Array) -> bool:
 
 def _find_measured(step: Step) -> Mask:
     """Gradients of outputs and of parameters that came."""
-    return step.valued("grad_output") | step.valued("param_grad")
+    return step.find_finite("grad_output") | step.find_finite("param_grad")
 
 
 def _list_measured(step: Step) -> Counts:
@@ -98,7 +98,7 @@ def exploding_gradients(
     form; behind a layer scale that grows): it must be ``beyond`` = 10 times the median of every other of its kind; and
     models with fewer than six outputs that have gradients have no depth.
     """
-    measured, ids = step.alike(_find_measured), step.alike(_list_measured)
+    measured, ids = step.make_for_alike(_find_measured), step.make_for_alike(_list_measured)
     if not len(ids):
         return None
     text = "the gradients grow {value} times {path}. Lower the initial weights, normalise, or add residual connections."
@@ -108,7 +108,7 @@ def exploding_gradients(
     if np.count_nonzero(grown):
         median, ratios = usual.median(len(rms)), np.zeros(len(rms))
         np.divide(rms, median, out=ratios, where=measured & (median > 0))
-        grown = (ratios > past) & (rms > beyond * _largest_of_kind(step, median))
+        grown = (ratios > past) & (rms > beyond * _find_largest_of_kind(step, median))
     usual.push(rms, ids)
     found = [] if over is None else [over]
     if np.count_nonzero(grown) or memory.streak("past").goes_on:
@@ -118,7 +118,7 @@ def exploding_gradients(
         )
         words = {"others": _say_others, "steps": str(consecutive_steps)}
         found.append(
-            Ill(grown, text, ratios, past, lambda site: "critical" if ratios[site] > 100 * past else "warning",
+            Ill(grown, text, ratios, past, np.where(ratios > 100 * past, "critical", "warning"),
                 measured, consecutive_steps, key="past", together=True, words=words)
         )  # fmt: skip
     return found
@@ -154,14 +154,14 @@ def vanishing_gradients(
     tokens); a zero gradient behind weights that begin at zero (LoRA, the last norm of a residual block) lasts a step or
     two; and models with fewer than six outputs that have gradients have no depth.
     """
-    ids = step.alike(_list_measured)
+    ids = step.make_for_alike(_list_measured)
     if not len(ids):
         return None
     text = "the gradients shrink to {value} {path}, so the layers there do not learn. "
     over = _judge_depth(step, memory, depth, consecutive_steps, text)
     if over is not None and over.where:
-        zero = [site for site in step.ordered("output") if has_zero_weights(step, site)]
-        over.words = {**over.words, "zero": step.names_of(zero)}
+        zero = [site for site in step.list_finite("output") if has_zero_weights(step, site)]
+        over.words = {**over.words, "zero": step.name_sites(zero)}
         over.say = text + (
             "All weights of {zero} are 0 and pass no gradient: initialise those of norms with 1, others at random."
             if zero
@@ -172,7 +172,7 @@ def vanishing_gradients(
     each = rms[ids] / usual.median(len(rms), is_exact=False)[ids]
     if memory.streak("past").goes_on or np.fmin.reduce(each) <= _MARGIN * past * np.fmax.reduce(each):  # seldom
         median = usual.median(len(rms))
-        known = step.alike(_find_measured) & (step.totals.count >= values * step.calls) & (median > 0)
+        known = step.make_for_alike(_find_measured) & (step.totals.count >= values * step.calls) & (median > 0)
         ratios = np.divide(rms, median, out=np.full_like(rms, np.nan), where=known)
         ratios /= middle(ratios[known])
         text = (
@@ -187,7 +187,7 @@ def vanishing_gradients(
     return found
 
 
-def _largest_of_kind(step: Step, median: Array) -> Array:
+def _find_largest_of_kind(step: Step, median: Array) -> Array:
     """``[n]``: the largest of the medians of gradients of outputs, for these, and of parameters."""
     result = np.full(len(median), np.inf)
     for kind in ("grad_output", "param_grad"):

@@ -1,17 +1,18 @@
-"""Memories of rules: the last values of each site, for how long it has been ill, the course of one number."""
+"""Memories: the last values of each site, for how long it has been ill, the course of one number, the losses."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hookstats.numbers.fields import Array, Counts
-from hookstats.rules.step import Mask
+from hookstats.numbers.frame import Mask
 
 _NEAR = 8
 _REFRESH = 16  # steps, after which a window's medians are taken anew at the latest
@@ -135,7 +136,7 @@ class Course:
     @property
     def deviation(self) -> float:
         """A standard deviation from the level, of a normal distribution with as large a median absolute deviation."""
-        return 1.4826 * middle(np.abs(np.array(self._distances) - _middle(self._distances)))
+        return 1.4826 * middle(np.abs(np.array(self._distances) - _find_middle(self._distances)))
 
     @property
     def past(self) -> list[tuple[float, float]]:
@@ -151,14 +152,14 @@ class Course:
 
     def limit(self, sigmas: float, tail: float) -> float:
         """`sigmas` deviations above the level, and at least ``tail`` times as far as the last values ever went."""
-        usual = max(_middle(self._distances), 0.0)
+        usual = max(_find_middle(self._distances), 0.0)
         furthest = max(self._distances[-1] - usual, 0.0)
         beyond = usual + max(sigmas * self.deviation, tail * furthest)
         return self.level * math.exp(min(beyond, 700.0)) if self.in_logs else self.level + beyond
 
     def is_surely_usual(self, value: float, tail: float) -> bool:
         """Return whether a value is within each `limit` of this tail: it is known at once, while a deviation is not."""
-        usual = max(_middle(self._distances), 0.0)
+        usual = max(_find_middle(self._distances), 0.0)
         beyond = usual + tail * max(self._distances[-1] - usual, 0.0)
         return value <= (self.level * math.exp(min(beyond, 700.0)) if self.in_logs else self.level + beyond)
 
@@ -177,7 +178,7 @@ class Course:
             if self._others == 0 or not self.in_logs:
                 insort(self._distances, self._distance(counts, level))
         self._near.append(value)
-        self._level = _middle(sorted(self._near))
+        self._level = _find_middle(sorted(self._near))
         in_logs = min(self._near) > 0 and self._others == 0
         if in_logs != self.in_logs:
             self.in_logs = in_logs
@@ -187,6 +188,26 @@ class Course:
         return math.log(value) - math.log(level) if self.in_logs else value - level
 
 
-def _middle(ordered: list[float]) -> float:
+class Losses:
+    """The first five losses of a run and the last ten."""
+
+    def __init__(self) -> None:
+        self._firsts: list[float] = []
+        self._last: deque[float] = deque(maxlen=10)
+
+    def push(self, losses: Iterable[float]) -> None:
+        """losses: of the steps since the last call."""
+        self._last.extend(new := list(losses))
+        self._firsts += new[: 5 - len(self._firsts)]
+
+    def have_fallen(self, share: float = 0.02) -> bool | None:
+        """Return whether the loss has come down by this share since the run began; None where that is not known."""
+        if len(self._last) < 10:
+            return None
+        first = middle(np.array(self._firsts))
+        return middle(np.array(self._last)) < first - share * abs(first)
+
+
+def _find_middle(ordered: list[float]) -> float:
     half = len(ordered) // 2
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2

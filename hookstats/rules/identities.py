@@ -94,7 +94,7 @@ def identity(
 
     larger, smaller = (np.zeros(len(step.sites), bool) for _ in range(2))
     shares = np.full(len(step.sites), np.nan)
-    held = memory.of_sites("held", False)  # once, in the run
+    held = memory.keep_by_site("held", False)  # once, in the run
     where, far, judged = (np.zeros(len(step.sites), bool) for _ in range(3))
     value = np.full(len(step.sites), np.nan)
     by_site: dict[int, _Compared] = {}
@@ -113,19 +113,19 @@ def identity(
     held |= judged & ~(value > deviation)
 
     def say(site: int, since: int) -> str:
-        return _sentence(step, by_site[site], deviation, fitting, since)
+        return _say_break(step, by_site[site], deviation, fitting, since)
 
     def say_share(site: int, since: int) -> str:
-        left, right = _sides(by_site[site])
+        left, right = _name_sides(by_site[site])
         more = "larger" if shares[site] > 0 else "smaller"
         return (
             f"the gradients of {left} and {right} do not fit together, since step {since}: weight times gradient is "
             f"{abs(shares[site]):.1%} {more} over the one than over the other, in all sums alike. "
-            f"{_suspected(by_site[site], fitting)}Check what scales one of these gradients, and sums in low precision."
+            f"{_say_suspects(by_site[site], fitting)}"
+            "Check what scales one of these gradients, and sums in low precision."
         )
 
-    def severity(site: int) -> str:
-        return "critical" if held[site] else "warning"
+    severity = np.where(held, "critical", "warning")
 
     def say_of_all(_: None, since: int) -> str:
         return (
@@ -149,7 +149,7 @@ def identity(
     ]
 
 
-def identities_of(step: Step) -> list[_Identity]:
+def list_identities(step: Step) -> list[_Identity]:
     """Return the identities whose sites the run has shown."""
     by_number: dict[str, Mapping[str, list[int]]] = {}
     for site in np.flatnonzero(step.is_kind("identity")).tolist():
@@ -168,10 +168,10 @@ def compare(step: Step) -> list[_Compared]:
     if step.has_nonfinite:
         fired &= step.nonfinite == 0
     found = []
-    for each in step.once(identities_of):
+    for each in step.make_for_sites(list_identities):
         if not all(fired[site] for site in (*each.sites, each.rounding)):
             continue
-        sides, variance = _sums(step, each)
+        sides, variance = _read_sums(step, each)
         residual = np.sum(sides[0], axis=0) - np.sum(sides[1], axis=0)
         z = deviations(residual, variance)
         named = [
@@ -182,7 +182,7 @@ def compare(step: Step) -> list[_Compared]:
     return found
 
 
-def _sums(step: Step, each: _Identity) -> tuple[list[list[Array]], Array]:
+def _read_sums(step: Step, each: _Identity) -> tuple[list[list[Array]], Array]:
     """Return the sums of each side, and the variance of their difference: by groups, or of all groups together.
 
     Ranks bring numbers whose mean is that of the whole.
@@ -199,9 +199,9 @@ def _sums(step: Step, each: _Identity) -> tuple[list[list[Array]], Array]:
     return [means[:count], means[count:-1]], variance
 
 
-def _sentence(step: Step, each: _Compared, deviation: float, fitting: set[str], since: int) -> str:
-    left, right = _sides(each)
-    which = f" in {_which(np.flatnonzero(each.z > deviation), len(each.z))}" if len(each.z) > 1 else ""
+def _say_break(step: Step, each: _Compared, deviation: float, fitting: set[str], since: int) -> str:
+    left, right = _name_sides(each)
+    which = f" in {_say_which(np.flatnonzero(each.z > deviation), len(each.z))}" if len(each.z) > 1 else ""
     sentence = (
         f"the gradients of {left} and {right} do not fit together, since step {since}: weight times gradient differs "
         f"between them{which} by {number(relative_of(each.left, each.right))} of its size, {number(each.z.max())} "
@@ -210,7 +210,7 @@ def _sentence(step: Step, each: _Compared, deviation: float, fitting: set[str], 
     found = suspects(each.left, each.right, fitting)
     if not found:
         return sentence + "Check reductions over ranks, and the backward of the kernels between them."
-    sentence += _suspected(each, fitting)
+    sentence += _say_suspects(each, fitting)
     counts = [1 / factor for _, factor in found if factor > 0]
     ranks = [round(count) for count in counts if abs(count - round(count)) < 0.01 * count]
     if any(1 < count <= step.ranks and step.ranks % count == 0 for count in ranks):
@@ -218,30 +218,30 @@ def _sentence(step: Step, each: _Compared, deviation: float, fitting: set[str], 
     return sentence + "Check reductions over ranks of these, and the backward of what computes them."
 
 
-def _which(off: Counts, count: int) -> str:
+def _say_which(off: Counts, count: int) -> str:
     """Say which sums, of those that are read."""
     if 1 < len(off) == off[-1] - off[0] + 1 < count:
         return f"the sums {off[0]} to {off[-1]} of {count}"
     return f"the sum {off[0]} of {count}" if len(off) == 1 else f"{len(off)} of {count} sums"
 
 
-def _suspected(each: _Compared, fitting: set[str]) -> str:
+def _say_suspects(each: _Compared, fitting: set[str]) -> str:
     """Name the parameters of which a single one explains the difference."""
-    said = [_factor(name, factor) for name, factor in suspects(each.left, each.right, fitting)[:2]]
+    said = [_say_factor(name, factor) for name, factor in suspects(each.left, each.right, fitting)[:2]]
     return f"T{', or '.join(said)[1:]}. " if said else ""
 
 
-def _factor(name: str, factor: float) -> str:
+def _say_factor(name: str, factor: float) -> str:
     if not factor:
         return f"the gradient of {name} is 0"
     return f"the gradient of {name} looks {number(factor)} times as large as it should be"
 
 
-def _sides(each: _Compared) -> tuple[str, str]:
-    left, right = (_names([name for name, _ in side]) for side in (each.left, each.right))
+def _name_sides(each: _Compared) -> tuple[str, str]:
+    left, right = (_join_names([name for name, _ in side]) for side in (each.left, each.right))
     return left, right
 
 
-def _names(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     shown = " + ".join(names[:_MOST_NAMED])
     return shown if len(names) <= _MOST_NAMED else f"{shown} + {times(len(names) - _MOST_NAMED, 'other')}"

@@ -19,9 +19,9 @@ _MIN, _MAX = FIELDS.index("min"), FIELDS.index("max")
 _LAST, _NEAR = 64, 8  # batches that are looked at for others that are equal, and how near these lie
 
 
-def _inputs(step: Step) -> list[int]:
+def _find_inputs(step: Step) -> list[int]:
     """The floating inputs of the model itself that came in this step."""
-    return step.in_order(step.valued("input") & step.is_of_model)
+    return step.put_in_order(step.find_finite("input") & step.is_of_model)
 
 
 def _is_first(step: Step, site: int) -> bool:
@@ -63,7 +63,7 @@ def input_shift(
     False-positive guards: an input is judged when there are ``min_history`` = 8 batches; heavy tails widen
     their own limit; inputs that are constant, such as masks, are not judged, nor are integers.
     """
-    inputs = step.alike(_inputs)
+    inputs = step.make_for_alike(_find_inputs)
     totals, found = step.totals, list[Ill]()
     for site in inputs:
         if totals.min[site] == totals.max[site] != 0:
@@ -154,8 +154,8 @@ def constant_input(
     output has no variance, either; channels of fewer than ``values`` = 8 values are not judged, nor is a first output
     whose weights are all 0.
     """
-    inputs, outputs = step.alike(_inputs), step.ordered("output")
-    totals, varied = step.totals, memory.of_sites("varied", False)
+    inputs, outputs = step.make_for_alike(_find_inputs), step.list_finite("output")
+    totals, varied = step.totals, memory.keep_by_site("varied", False)
     if not inputs and not outputs:
         return None
     varies = totals.min < totals.max
@@ -272,15 +272,15 @@ def unscaled_input(
     False-positive guards: masks that are added (0, and a large negative number) are no data, and inputs of
     which more than half is 0 may be small, if their largest value is not below ``small``, too.
     """
-    inputs = step.alike(_inputs)
+    inputs = step.make_for_alike(_find_inputs)
     if not inputs:
         return None
-    seen, totals, found = memory.of_sites("seen", 0), step.totals, list[Ill]()
+    seen, totals, found = memory.keep_by_site("seen", 0), step.totals, list[Ill]()
     for site in inputs:
         seen[site] += 1
         if seen[site] > consecutive_steps:
             continue
-        rms, largest = float(totals.rms[site]), _largest_channel(step, site)
+        rms, largest = float(totals.rms[site]), _compare_largest_channel(step, site)
         is_small = 0 < rms < small and (totals.zeros[site] <= 0.5 * totals.count[site] or totals.abs_max[site] < small)
         if _is_mask(step, site) or not (rms > size or is_small or largest > ratio):
             seen[site] = consecutive_steps  # once is enough to say that it is scaled
@@ -296,7 +296,7 @@ def unscaled_input(
     return found
 
 
-def _largest_channel(step: Step, site: int) -> float:
+def _compare_largest_channel(step: Step, site: int) -> float:
     channels = step.channels(site)
     sizes = np.empty(0) if channels is None else channels.rms[channels.rms > 0]
     return float(sizes.max() / np.median(sizes)) if len(sizes) > 1 else 0.0

@@ -176,10 +176,11 @@ class Judge:
     def judge(self, measured: Snapshot | StepFrame) -> list[Finding]:
         """Return the new findings of a step; steps come in order. A rule that raises is a finding, and goes."""
         step = Step(measured, self._sites, self._rank, self._attempt)
+        self._sites.losses.push(step.read_scalar("loss").values())
         found: list[Finding] = []
         failed: list[Finding] = []
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-            rulings = step.alike(self._applicable)
+            rulings = step.make_for_alike(self._applicable)
             for ruling in rulings:
                 try:
                     found += ruling.findings(step)
@@ -208,6 +209,7 @@ class Judge:
         """
         return {
             "sites": [list(site) for site in self._sites.all],
+            "losses": to_state(self._sites.losses),
             "rules": [ruling.state() for ruling in self._rulings],
             "failed": list(self._failed),
             "story": self._plot.state(),
@@ -220,6 +222,7 @@ class Judge:
         """
         try:
             self._sites.ids([Site(*site) for site in state["sites"]])
+            self._sites.losses = from_state(state["losses"])
             self._failed = list(state["failed"])
             self._rulings = [each for each in self._rulings if each.rule.name not in self._failed]
             known = {(each["name"], str(each["arguments"])): each for each in state["rules"]}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 
 from hookstats.numbers.fields import Counts, Site
@@ -13,7 +11,7 @@ from hookstats.rules.finding import Finding
 from hookstats.rules.formatting import times
 from hookstats.rules.memory import Memory
 from hookstats.rules.ratios import TELLS, Broken, Sides, are_added, judge_ratios, residuals
-from hookstats.rules.step import Mask, Step
+from hookstats.rules.step import Step
 
 _EQUAL = 0.01
 
@@ -73,7 +71,7 @@ def bias_gradient(step: Step, memory: Memory, factor: float = 1.5, consecutive_s
 
     found: list[Ill] = []
     for kind in _REDUCED_OR_LOCAL:
-        sides, calls = sides_of_biases(step, kind)
+        sides, calls = find_sides_of_biases(step, kind)
         if sides is not None:
             found += judge_ratios(step, memory, kind, sides, calls, factor, consecutive_steps, 1 / step.ranks, say)
     return found
@@ -94,13 +92,13 @@ def dropped_gradients(step: Step, memory: Memory, consecutive_steps: int = 20) -
     False-positive guards: all layers that tell must have as many gradients as outputs, more than one, and the same
     number; that excludes derivatives by ``torch.autograd.grad``. Gradients that nobody zeroes are not judged.
     """
-    sides, calls = sides_of_biases(step, "param_grad")
+    sides, calls = find_sides_of_biases(step, "param_grad")
     if sides is None or calls.min() < 2:
         return None
     factors, tells = sides.factors()
     told = np.flatnonzero(tells > TELLS)
     off = np.maximum.reduceat(sides.residual(factors), sides.begin)[told]
-    outputs = step.partner("param_grad", "output", "bias", "")[sides.layers[told]]
+    outputs = step.find_partner("param_grad", "output", "bias", "")[sides.layers[told]]
     count, forwards = int(calls.max()), step.calls[outputs[outputs >= 0]]
     is_same = len(forwards) == len(told) > 1 and bool((forwards == count).all() and (calls[told] == count).all())
     breaks, keeps = is_same and bool((off > TELLS).all()), bool((off <= 1).any())
@@ -122,9 +120,9 @@ def dropped_gradients(step: Step, memory: Memory, consecutive_steps: int = 20) -
 _REDUCED_OR_LOCAL = ("param_grad", "param_grad_local")
 
 
-def sides_of_biases(step: Step, kind: str) -> tuple[Sides | None, Counts]:
+def find_sides_of_biases(step: Step, kind: str) -> tuple[Sides | None, Counts]:
     """Gradients of biases, of a kind, and those of their outputs; how many tensors each of the latter is of."""
-    gradients, outputs = step.alike(_biases_and_outputs, kind)
+    gradients, outputs = step.make_for_alike(_pair_biases_with_outputs, kind)
     if step.has_nonfinite and len(gradients):
         known = step.nonfinite[gradients] + step.nonfinite[outputs] == 0
         gradients, outputs = gradients[known], outputs[known]
@@ -137,14 +135,14 @@ def sides_of_biases(step: Step, kind: str) -> tuple[Sides | None, Counts]:
     return sides, np.array([calls[each] for each in sides.layers.tolist()], np.int64)
 
 
-def _biases_and_outputs(step: Step, kind: str) -> Counts:
+def _pair_biases_with_outputs(step: Step, kind: str) -> Counts:
     """``[2, pairs]``: of what came in this step."""
-    pairs = step.once(_all_biases_and_outputs, kind)
+    pairs = step.make_for_sites(_pair_all_biases_with_outputs, kind)
     result: Counts = pairs[:, (step.totals.count[pairs] > 0).all(0)]
     return result
 
 
-def _all_biases_and_outputs(step: Step, kind: str) -> Counts:
+def _pair_all_biases_with_outputs(step: Step, kind: str) -> Counts:
     ids, found = {site: place for place, site in enumerate(step.sites)}, []
     for site in np.flatnonzero(step.is_kind(kind)).tolist():
         module, _, name = step.sites[site].name.rpartition(".")
@@ -155,18 +153,17 @@ def _all_biases_and_outputs(step: Step, kind: str) -> Counts:
     return result
 
 
-@rule(of=("param_grad_local", "reduction"), depth=4, law="reduction")
+@rule(of="reduction", depth=4, law="reduction")
 def reduced_gradient(step: Step, memory: Memory, factor: float = 1.5, consecutive_steps: int = 5) -> list[Ill] | None:
     """A reduced gradient is not the mean of what the ranks contributed (critical from a factor on, or warning).
 
     Needs ``"reduction"`` among the tensors, and ``process_group``. The gradient that an optimizer takes is the mean
-    over the ranks of what their backwards brought together, at each element: 64 of each parameter are compared. With
-    ``"param_grad_local"``, which reads all of each rank's own gradients, so are the sums over each channel. Their ratio
-    is 1, the number of ranks where gradients are summed, or what clipping has made of it in all layers alike: then it
-    is their median. Rounding leaves as much as in ``bias-gradient``, and findings come as there: whole factors (2, 1/4)
-    in the second measured step in a row, others where they stay the same to 0.5 % for ``consecutive_steps`` = 5. They
-    are critical from ``factor`` = 1.5 on. All layers are ill if their ratio is 1 over the number of ranks for two steps
-    in a row.
+    over the ranks of what their backwards brought together, at each element: 64 of each parameter are compared. Their
+    ratio is 1, the number of ranks where gradients are summed, or what clipping has made of it in all layers alike:
+    then it is their median. Rounding leaves as much as in ``bias-gradient``, and findings come as there: whole factors
+    (2, 1/4) in the second measured step in a row, others where they stay the same to 0.5 % for ``consecutive_steps`` =
+    5. They are critical from ``factor`` = 1.5 on. All layers are ill if their ratio is 1 over the number of ranks for
+    two steps in a row.
 
     What else looks like it: by design, a group of experts, whose gradients fewer ranks share; a loss that was divided
     by hand by the number of ranks; ``Options(laws={"reduction": False})`` declares it. What to do: look at what divides
@@ -177,13 +174,18 @@ def reduced_gradient(step: Step, memory: Memory, factor: float = 1.5, consecutiv
     """
     if step.ranks == 1:
         return None
-    ranks = step.ranks
+    ranks, local = step.ranks, step.find_partner("reduction.reduced", "reduction.local")
+    counts, bad = step.totals.count, step.nonfinite
+    ids = np.flatnonzero((local >= 0) & (counts > 0) & (counts[local] > 0) & (bad + bad[local] == 0))
+    sides = Sides.of(step, ids, local[ids])
+    if sides is None:
+        return None
+    factors, told = sides.factors()[0], residuals(sides, ranks)[1]
+    is_divided = len(told) > 1 and bool(np.isclose(factors[told], 1 / ranks, rtol=_EQUAL).all())
 
-    def say(is_of_elements: bool, broken: Broken) -> str:
+    def say(broken: Broken) -> str:
         others = times(broken.others, "other parameter")
-        name = f"{broken.name}{broken.where}"
-        if is_of_elements:
-            name = name.replace(" channel", " sampled element")
+        name = f"{broken.name}{broken.where.replace(' channel', ' sampled element')}"
         if broken.factor != broken.factor:
             return (
                 f"the reduced gradient of {name} is neither the mean of what {ranks} ranks contributed nor a multiple "
@@ -202,42 +204,13 @@ def reduced_gradient(step: Step, memory: Memory, factor: float = 1.5, consecutiv
     def say_of_all(site: None, since: int) -> str:
         return (
             f"the reduced gradients are 1/{ranks} of the mean over {ranks} ranks of what these contributed, in all "
-            f"{most} parameters that could be compared, since step {since}: they are divided by the number of ranks "
-            "twice. DistributedDataParallel already averages them: remove the other division."
+            f"{len(told)} parameters that could be compared, since step {since}: they are divided by the number of "
+            "ranks twice. DistributedDataParallel already averages them: remove the other division."
         )
 
-    ills: list[Ill] = []
-    named, most, is_divided = set[str](), 0, False
-    for reduced, own in _REDUCED_AND_OWN:
-        sides = _sides_of_reduction(step, reduced, own)
-        if sides is None:
-            continue
-        factors, told = sides.factors()[0], residuals(sides, ranks)[1]
-        if len(told) > max(most, 1):
-            most, is_divided = len(told), bool(np.isclose(factors[told], 1 / ranks, rtol=_EQUAL).all())
-        calls, tell = np.ones(len(sides.layers), np.int64), partial(say, own == "reduction.local")
-        for ill in judge_ratios(step, memory, own, sides, calls, factor, consecutive_steps, ranks, tell):
-            new = [i for i in np.flatnonzero(ill.where).tolist() if step.sites[i].name not in named]
-            named |= {step.sites[i].name for i in new}
-            ill.where = np.isin(np.arange(len(step.sites)), new)  # each parameter once
-            ills.append(ill)
+    calls = np.ones(len(sides.layers), np.int64)
+    ills = judge_ratios(step, memory, "reduction", sides, calls, factor, consecutive_steps, ranks, say)
     return [*ills, Ill(is_divided, say_of_all, 1 / ranks, 1.0, "critical", steps=2, key="all")]
-
-
-# By the sums of channels, and by sampled elements.
-_REDUCED_AND_OWN = (("param_grad", "param_grad_local"), ("reduction.reduced", "reduction.local"))
-
-
-def _sides_of_reduction(step: Step, reduced: str, own: str) -> Sides | None:
-    """Return gradients that optimizers take, and the mean over ranks of what these brought."""
-    local = step.partner(reduced, own)
-    known: Mask = (local >= 0) & (step.totals.count > 0) & (step.totals.count[local] > 0)
-    known &= step.nonfinite + step.nonfinite[local] == 0
-    gradients = np.flatnonzero(known)
-    sides = Sides.of(step, gradients, local[gradients]) if gradients.size else None
-    if sides is None or own != "param_grad_local":  # of elements, those of all ranks are summed on both sides
-        return sides
-    return sides._replace(right=sides.right / step.ranks, rounding=sides.rounding / step.ranks)
 
 
 @rule(per_site=False, depth=1, law="replica")

@@ -8,9 +8,8 @@ from hookstats.numbers.fields import Counts
 from hookstats.numbers.significands import SIGNIFICANT_BITS, count_bits
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.history import middle
-from hookstats.rules.losses import has_fallen, note_losses
 from hookstats.rules.memory import Memory
-from hookstats.rules.step import Mask, Step, fired_ids
+from hookstats.rules.step import Mask, Step, find_fired_ids
 
 SPARSE = 0.5  # share of a gradient that is 0, from which on it is one of rows that were not in the batch
 _LEAST = 3  # measured steps, by which anything is said to last
@@ -40,11 +39,11 @@ def unchanged_parameters(step: Step, memory: Memory, steps: int = 20, all_steps:
     was looking for. Warmup from 0 and turns of several optimizers end before; while gradients grow from step to step,
     as they do when they are accumulated, it waits for 100 steps.
     """
-    measured, totals = step.alike(find_measured_updates), step.totals
+    measured, totals = step.make_for_alike(find_measured_updates), step.totals
     if not np.count_nonzero(measured):
         return None
     found = [] if memory.get("has gradients") else _judge_zero(step, memory, measured, all_steps)
-    changed, streak, sizes = memory.of_sites("changed", False), memory.streak(), memory.get("sizes")
+    changed, streak, sizes = memory.keep_by_site("changed", False), memory.streak(), memory.get("sizes")
     still = measured & (totals.zeros == totals.count)
     memory["sizes"], stands = totals.l2_norm, bool(np.count_nonzero(still))
     if streak.goes_on and sizes is not None and sizes.shape == totals.l2_norm.shape:
@@ -66,7 +65,7 @@ def unchanged_parameters(step: Step, memory: Memory, steps: int = 20, all_steps:
         gradients = step.gradients_of_updates
         sizes = np.where(gradients >= 0, totals.rms[gradients], np.nan)
         usual = sizes[moves & (sizes > 0)]
-        lasts &= is_new & _gets_gradient(step) & ~_is_rounded(step)
+        lasts &= is_new & _has_gradient(step) & ~_is_rounded(step)
         lasts &= ~(sizes < _TINY * (np.median(usual) if usual.size else 0.0))
         never = (
             "{names} never changed, although gradients arrive and other parameters learn. No optimizer has them, or "
@@ -87,7 +86,7 @@ def unchanged_parameters(step: Step, memory: Memory, steps: int = 20, all_steps:
     grows = middle(np.array(norms[-third:])) > 1.5 * middle(np.array(norms[:third]))  # as it does when accumulated
     if len(norms) < _LEAST or step.number - memory["all since"] + 1 < (_ACCUMULATED if grows else all_steps):
         return found
-    ill = step.in_order(_gets_gradient(step) & ~(still & _is_rounded(step)))
+    ill = step.put_in_order(_has_gradient(step) & ~(still & _is_rounded(step)))
     has_changed = bool(changed[ill].any())
     text = (
         "no parameter of the model has ever changed, although gradients arrive. The learning rate is 0, step() is not "
@@ -102,8 +101,8 @@ def unchanged_parameters(step: Step, memory: Memory, steps: int = 20, all_steps:
 
 def _is_computed_anew(step: Step, memory: Memory, is_asked: bool) -> Mask:
     """``[n]``: of each update, whether its gradient is other than it was in the measured step before."""
-    gradients, before = step.gradients_of_updates, memory.of_sites("gradients", np.nan)
-    now, ids = step.totals.l1_norm, step.alike(fired_ids, "param_grad")
+    gradients, before = step.gradients_of_updates, memory.keep_by_site("gradients", np.nan)
+    now, ids = step.totals.l1_norm, step.make_for_alike(find_fired_ids, "param_grad")
     is_new = (gradients >= 0) & (now[gradients] != before[gradients]) if is_asked else gradients >= 0
     before[ids] = now[ids]
     return np.asarray(is_new)
@@ -111,7 +110,7 @@ def _is_computed_anew(step: Step, memory: Memory, is_asked: bool) -> Mask:
 
 def _judge_zero(step: Step, memory: Memory, measured: Mask, steps: int) -> list[Ill]:
     """Return what is said where every gradient of a parameter has been 0 since the run began."""
-    through = step.fired("grad_output")
+    through = step.find_fired("grad_output")
     changes = bool((step.totals.abs_max[measured] > 0).any())
     # None: gradients that are not measured, such as sparse ones.
     memory["has gradients"] = bool(step.grad_norm) or (changes and through.any() and step.grad_norm is None)
@@ -122,7 +121,7 @@ def _judge_zero(step: Step, memory: Memory, measured: Mask, steps: int) -> list[
     if count < _LEAST or step.number - since + 1 < steps:
         return []
     text = "only weight decay changes the parameters: " if changes else "no parameter of the model changes: "
-    outputs = step.alike(_outputs_of_biases)
+    outputs = step.make_for_alike(_find_outputs_of_biases)
     if np.count_nonzero(step.sums[outputs]):
         text += (
             "gradients pass through the outputs, but no parameter has one when the optimizer steps. Call zero_grad() "
@@ -138,23 +137,23 @@ def _judge_zero(step: Step, memory: Memory, measured: Mask, steps: int) -> list[
             "the gradients of all outputs are 0. The loss does not depend on the outputs: check whether it ignores "
             "every label (ignore_index, an empty mask), has a single class, or is multiplied by 0."
         )
-    return [Ill(True, text, 1.0, 1.0, "critical", since=since, sites=step.in_order(measured))]
+    return [Ill(True, text, 1.0, 1.0, "critical", since=since, sites=step.put_in_order(measured))]
 
 
-def _outputs_of_biases(step: Step) -> Counts:
+def _find_outputs_of_biases(step: Step) -> Counts:
     """The ids of gradients of outputs that add up to gradients of biases that came, or of weights without one.
 
     Where no gradient of a parameter came, as after zero_grad(set_to_none=True), all of them.
     """
-    outputs, came = step.partner("param_grad", "grad_output", "*"), step.fired("param_grad")
-    return outputs[step.once(are_sums_of_outputs) & (came if came.any() else True)]
+    outputs, came = step.find_partner("param_grad", "grad_output", "*"), step.find_fired("param_grad")
+    return outputs[step.make_for_sites(are_sums_of_outputs) & (came if came.any() else True)]
 
 
 def are_sums_of_outputs(step: Step) -> Mask:
     """``[n]``: gradients of biases, and of weights without one, which may be embeddings: what they add up to is the sum
     of the gradient of their module's output."""
-    biases = step.partner("param_grad", "param_grad", "weight", "bias")
-    of_module = step.partner("param_grad", "grad_output", "*") >= 0
+    biases = step.find_partner("param_grad", "param_grad", "weight", "bias")
+    of_module = step.find_partner("param_grad", "grad_output", "*") >= 0
     keys = [name.rpartition(".")[2] for name, _ in step.sites]
     is_alone = np.array([key == "weight" for key in keys], bool) & (biases < 0)
     return of_module & (np.array([key == "bias" for key in keys], bool) | is_alone)
@@ -176,24 +175,21 @@ def lost_updates(step: Step, memory: Memory, share: float = 0.8, steps: int = 20
 
     False-positive guards: gradients that are mostly 0 (rows of an embedding) are not judged.
     """
-    note_losses(step, memory)
     totals, streak = step.totals, memory.streak()
-    judged, count, zeros = step.alike(find_measured_updates), 0.0, 0.0
+    judged, count, zeros = step.make_for_alike(find_measured_updates), 0.0, 0.0
     may_be = np.count_nonzero(judged & (totals.zeros > share * totals.count)) > 0
     if not may_be and not streak.goes_on:
         return None
-    if not np.count_nonzero(judged := judged & _gets_gradient(step)):
+    if not np.count_nonzero(judged := judged & _has_gradient(step)):
         return None
     if may_be:
         judged = judged & _is_rounded(step)
         count, zeros = float(totals.count[judged].sum()), float(totals.zeros[judged].sum())
-    lasts = streak.push(step.number, np.array([bool(count and zeros > share * count)]), steps=5)[0]
-    since = int(streak.since[0])
-    if not lasts or step.number - since + 1 < steps:
-        return []
-    most = step.in_order(judged & (totals.zeros > 0))
+    if not count or zeros <= share * count:
+        return Ill(False, "", steps=5)
+    most = step.put_in_order(judged & (totals.zeros > 0))
     most.sort(key=lambda site: -float(totals.zeros[site] / totals.count[site]))
-    dtype, came_down = _dtype_of(step, most[0]), has_fallen(memory)
+    dtype, came_down = _find_dtype(step, most[0]), step.losses.have_fallen()
     text = (
         f"{{value:%}} of the sampled elements of the parameters do not change in a step: in {dtype} a change below "
         f"1/{2 ** (SIGNIFICANT_BITS[dtype] + 1)} of a value is lost to rounding. "
@@ -205,7 +201,7 @@ def lost_updates(step: Step, memory: Memory, share: float = 0.8, steps: int = 20
         text += "Keep the parameters in float32 and use autocast, or take an optimizer with float32 copies or "
         text += "stochastic rounding."
     severity = "warning" if came_down is False else "note"
-    return Ill(True, text, zeros / count, share, severity, since=since, site=most[0], sites=most)
+    return Ill(True, text, zeros / count, share, severity, steps=5, over=steps, site=most[0], sites=most)
 
 
 @rule(per_site=False, depth=2)
@@ -225,13 +221,12 @@ def shrinking_weights(
     False-positive guards: parameters with fewer than ``values`` = 64 sampled elements, and those that have
     one value, are not judged; ordinary updates go anywhere.
     """
-    note_losses(step, memory)
     totals, weights = step.totals, step.weights_of_updates
     measured = (weights >= 0) & (totals.count >= values)
     measured &= (totals.min != totals.max)[weights]
     if not np.count_nonzero(measured):
         return None
-    sizes, before = np.where(measured, totals.abs_mean[weights], np.nan), memory.of_sites("sizes", np.nan)
+    sizes, before = np.where(measured, totals.abs_mean[weights], np.nan), memory.keep_by_site("sizes", np.nan)
     passed = step.number - memory.get("at", -1)
     memory["sizes"], memory["at"] = sizes, step.number
     path, streak = totals.abs_mean * passed, memory.streak()
@@ -243,7 +238,7 @@ def shrinking_weights(
     going = going & (step.number - streak.since + 1 >= steps)
     if 2 * np.count_nonzero(going) <= np.count_nonzero(measured):
         return []
-    came_down = has_fallen(memory)
+    came_down = step.losses.have_fallen()
     text = (
         "{names}: {value:%} smaller after each step, and almost nothing else changes: weight decay is stronger than "
         f"the gradient{', and the loss does not fall' if came_down is False else ''}. Lower weight_decay: AdamW "
@@ -258,14 +253,14 @@ def find_measured_updates(step: Step) -> Mask:
     return step.updates & (step.totals.count > 0)
 
 
-def _gets_gradient(step: Step) -> Mask:
+def _has_gradient(step: Step) -> Mask:
     """``[n]``: of each update, whether the gradient of its parameter arrived, and is not mostly 0."""
     totals, gradients = step.totals, step.gradients_of_updates
     dense = (totals.abs_max > 0) & (totals.zeros < SPARSE * totals.count)
     return (gradients >= 0) & dense[gradients]
 
 
-def _dtype_of(step: Step, site: int) -> str:
+def _find_dtype(step: Step, site: int) -> str:
     """Return the narrower dtype that holds the extremes of a parameter exactly, of two."""
     weights = int(step.weights_of_updates[site])
     bits = count_bits(np.array([step.totals.min[weights], step.totals.max[weights]])).max()

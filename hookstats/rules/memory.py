@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hookstats.rules.history import Course, Streak, Window, extend
+from hookstats.rules.history import Course, Losses, Streak, Window, extend
 
 _Kept = TypeVar("_Kept")
 _COLLECTIONS: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set}
-_CLASSES: dict[str, type] = {each.__name__: each for each in (Course, Streak, Window)}
+_CLASSES: dict[str, type] = {each.__name__: each for each in (Course, Losses, Streak, Window)}
 
 
 class Memory(dict[str, Any]):
@@ -24,7 +24,7 @@ class Memory(dict[str, Any]):
 
     sites = 0
 
-    def of_sites(self, name: str, missing: Any) -> Any:
+    def keep_by_site(self, name: str, missing: Any) -> Any:
         """An array ``[n]`` by the ids of sites, with `missing` for those that have appeared since; to be written to."""
         values = self.get(name)
         if values is None or len(values) < self.sites:
@@ -34,19 +34,19 @@ class Memory(dict[str, Any]):
         return values
 
     def streak(self, key: str = "") -> Streak:
-        return self._once(f"streak {key}", Streak)
+        return self._keep_once(f"streak {key}", Streak)
 
     def window(self, name: str, length: int, min_history: int) -> Window:
-        return self._once(name, lambda: Window(length, min_history))
+        return self._keep_once(name, lambda: Window(length, min_history))
 
     def course(self, name: str, length: int) -> Course:
-        return self._once(name, lambda: Course(length))
+        return self._keep_once(name, lambda: Course(length))
 
     def last(self, name: str, length: int) -> deque[Any]:
         """The last values that were appended, at most so many."""
-        return self._once(name, lambda: deque(maxlen=length))
+        return self._keep_once(name, lambda: deque(maxlen=length))
 
-    def _once(self, name: str, make: Callable[[], _Kept]) -> _Kept:
+    def _keep_once(self, name: str, make: Callable[[], _Kept]) -> _Kept:
         found = self.get(name)
         if found is None:
             found = self[name] = make()

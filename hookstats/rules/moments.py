@@ -39,8 +39,8 @@ def second_moment(
     bias in attention is 0 but for rounding.
     """
     nonzero, means = step.totals.count - step.totals.zeros, step.totals.mean
-    judged = step.fired(_KIND) & (nonzero >= values) & (step.nonfinite == 0)
-    weights = step.partner(_KIND, _KIND, "bias", "weight")
+    judged = step.find_fired(_KIND) & (nonzero >= values) & (step.nonfinite == 0)
+    weights = step.find_partner(_KIND, _KIND, "bias", "weight")
     judged &= ~((weights >= 0) & judged[weights] & (means < cancelled**2 * means[weights]))
     if not judged.any():
         return None

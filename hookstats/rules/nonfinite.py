@@ -42,7 +42,7 @@ def nonfinite(step: Step, memory: Memory, overflows: int = 16) -> list[Ill]:
         place = int(np.flatnonzero(bad)[0])
         found = [_judge_tensor(step, memory, place, bad[place], overflows)]
     elif memory["lost"] is not None:
-        masks = step.in_order(memory.of_sites("masks", False) & ~step.is_kind("buffer_sample"))
+        masks = step.put_in_order(memory.keep_by_site("masks", False) & ~step.is_kind("buffer_sample"))
         masks = [site for site in masks if step.totals.neginfs[site]]
         text = (
             "the loss is {loss}, and every watched tensor is finite{clean}. It began after the model, in the loss "
@@ -76,7 +76,12 @@ def nonfinite(step: Step, memory: Memory, overflows: int = 16) -> list[Ill]:
 def _count(step: Step, memory: Memory) -> Array | None:
     """Count values that are not finite, in order of execution, without those of masks, in which -Inf is in order. None
     where there are none."""
-    seen, masks, totals, bad = memory.of_sites("seen", False), memory.of_sites("masks", False), step.totals, None
+    seen, masks, totals, bad = (
+        memory.keep_by_site("seen", False),
+        memory.keep_by_site("masks", False),
+        step.totals,
+        None,
+    )
     if step.has_nonfinite:
         of_buffers = step.is_kind("buffer_sample")  # what these hold from the first step on is `uninitialised_buffer`'s
         may_mask = step.is_kind("output") | step.is_kind("input") | step.is_kind("buffer")
@@ -119,7 +124,7 @@ def _judge_tensor(step: Step, memory: Memory, place: int, bad: float, overflows:
         advice += f" The GradScaler has now skipped {skipped} measured steps in a row."
     if step.is_sampled:
         advice += " Only some rows were read: it may have begun earlier, in another row."
-    words |= {"advice": advice, "also": _also(step, memory)}
+    words |= {"advice": advice, "also": _say_since(step, memory)}
     text += ", the first in this step{also}. {advice} Go back to a checkpoint before it."
     severity = "warning" if kind.of == "buffer" else "critical"  # all else is finite
     return Ill(True, text, bad, 0, severity, site=first, words=words)
@@ -141,7 +146,7 @@ def _say_gap(step: Step, memory: Memory) -> str:
     )
 
 
-def _also(step: Step, memory: Memory) -> str:
+def _say_since(step: Step, memory: Memory) -> str:
     """Return since when the loss is not finite, and when all was, to be added to a sentence."""
     text, lost = "", memory["lost"]
     if lost is not None:
@@ -163,7 +168,7 @@ def _say_where(step: Step, place: int, clean: int | None) -> str:
     first = int(step.order[place])
     kind, module = kind_of(step.sites[first].tensor), step.sites[first].name or "the model"
     before = tensor_of(step.sites[int(step.order[place - 1])]) if place else ""
-    rows, of_rows = _rows(step, first)
+    rows, of_rows = _say_rows(step, first)
     if kind.name == "input" and not place:
         return (
             "It is in the data, because no layer has run yet: check this batch and what loads and prepares it, and "
@@ -210,7 +215,7 @@ def _say_where(step: Step, place: int, clean: int | None) -> str:
     return "It began in the optimizer; outputs and gradients are finite: check its state and its settings."
 
 
-def _rows(step: Step, site: int) -> tuple[str, bool | None]:
+def _say_rows(step: Step, site: int) -> tuple[str, bool | None]:
     """Return "1 of 16 rows", how many hold it, and whether all channels hold as many, which data cause; None: it is not
     known, or no channel is finite."""
     channels = step.channels(site)

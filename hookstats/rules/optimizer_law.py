@@ -57,9 +57,7 @@ def optimizer_formula(step: Step, memory: Memory, factor: float = 1.5, consecuti
             "states or parameters while it steps, and shards that are not stepped."
         )
 
-    def severity(site: int) -> str:
-        return "critical" if not 1 / factor < far[site] < factor else "warning"
-
+    severity = np.where((far > 1 / factor) & (far < factor), "warning", "critical")
     of_formula = Ill(where, say, far, factor, severity, judged=judged, steps=consecutive_steps)
     return [of_formula, *_judge_resumed(step, memory, factor)]
 

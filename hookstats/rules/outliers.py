@@ -28,7 +28,7 @@ def massive_activations(step: Step, value: float = 100.0, ratio: float = 1000.0,
     values that are not 0, to the bin of a factor of 2 (its upper end), or all of a ReLU's would be massive. Without a
     histogram by exponent it is the mean of their absolute values, which is larger.
     """
-    largest, judged = step.totals.abs_max, step.fired("output")
+    largest, judged = step.totals.abs_max, step.find_fired("output")
     ratios = _divide_by_median(step, judged & (largest > value))
     text = (
         "{tensor} reaches {largest}, {value} times its median. Trained language models have such values, at tokens "
@@ -80,7 +80,7 @@ def outlier_channels(
     small nothing is lost; channels that are 0 throughout do not count in the median; and an output has at least 16
     others.
     """
-    totals, judged = step.totals, step.fired("output") & step.has_channels
+    totals, judged = step.totals, step.find_fired("output") & step.has_channels
     if not np.count_nonzero(judged):
         return None
     ratios, largest = dict[int, Array](), np.zeros(len(step.sites))
@@ -110,7 +110,7 @@ def outlier_channels(
     )
     words = {
         "worst": lambda site: str(ratios[site].argmax()),
-        "reached": lambda site: step.channels_or_whole(site).abs_max[ratios[site].argmax()],
+        "reached": lambda site: step.read_channels_or_whole(site).abs_max[ratios[site].argmax()],
         "which": which,
     }
     threshold = np.where(largest > severe, severe, ratio)

@@ -166,7 +166,7 @@ def low_precision_fit(
     told = [(kind.several, lasting & (shares > 0) & step.is_kind(name), shares, lost) for name, kind in KINDS.items()]
     found = list[Ill]()
     for several, chosen, numbers, threshold in [*told, ("outputs", lasting & (reached > 0), reached, 65504.0)]:
-        sites = step.in_order(chosen)
+        sites = step.put_in_order(chosen)
         if sites:  # one finding, at the site that is worst
             worst = max(sites, key=lambda site: numbers[site])
             place = int(np.flatnonzero(ids == worst)[0])
@@ -186,7 +186,7 @@ def low_precision_fit(
                 for name, (best, share) in fits.items()
                 if share[place] > 0
             )
-            words = {"losses": ", ".join(losses), "others": others, "it": it, "blocks": _with_blocks(step, worst)}
+            words = {"losses": ", ".join(losses), "others": others, "it": it, "blocks": _say_blocks(step, worst)}
             since = int(streak.since[sites].min())
             found.append(
                 Ill(True, text, numbers[worst], threshold, "note", since=since, site=worst, sites=sites, words=words)
@@ -194,7 +194,7 @@ def low_precision_fit(
     return found
 
 
-def _with_blocks(step: Step, site: int) -> str:
+def _say_blocks(step: Step, site: int) -> str:
     """Say what would be lost of a site with a scale for each block; nothing where none are counted."""
     if not isinstance(step.bins, ExponentBins) or not step.bins.block:
         return ""

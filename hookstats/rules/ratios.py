@@ -95,7 +95,7 @@ class Sides(NamedTuple):
                 with_channels.append(a)
             else:
                 others.append((a, b))
-        totals = _totals_that_tell(step, np.array(others, np.int64).reshape(-1, 2).T)
+        totals = _find_telling_totals(step, np.array(others, np.int64).reshape(-1, 2).T)
         widths = np.array([one.shape[1] for one, _ in states] + [1] * totals.shape[1], np.int64)
         if not len(widths):
             return None
@@ -140,7 +140,7 @@ class Sides(NamedTuple):
 _NUMBERS = ("mean", "count", "l2_norm")
 
 
-def _totals_that_tell(step: Step, pairs: Counts) -> Counts:
+def _find_telling_totals(step: Step, pairs: Counts) -> Counts:
     """``[2, pairs]``: those whose totals have not cancelled over the channels."""
     sums, sizes = step.sums, step.totals.l1_norm
     left, right = pairs
@@ -187,7 +187,7 @@ def judge_ratios(
     """
 
     def of(name: str, missing: float) -> Any:
-        return memory.of_sites(f"{key} {name}", missing)
+        return memory.keep_by_site(f"{key} {name}", missing)
 
     common, told, off = residuals(sides, of_ranks)
     lengths, first = of("lengths", 0), of("first", np.nan)
@@ -218,7 +218,7 @@ def judge_ratios(
     is_alike &= (tells > TELLS) & (is_all | (counts > 1)) & ~_are_clipped(sides, deviates)
     relative = fitted / common
     is_far = ~((relative < factor) & (relative > 1 / factor))
-    exactly = _tolerance(memory, f"{key} off", sides, keeps, common)
+    exactly = _find_tolerance(memory, f"{key} off", sides, keeps, common)
     # Where a factor is small, only many channels that agree on it, as exactly as other layers do, are no clipping.
     tolerance = np.where(is_far, _CONSTANT, np.minimum(exactly, _CONSTANT))
     # Without a factor it must be more than what rounding may do to this layer once in a while, and to others now.
@@ -253,9 +253,7 @@ def judge_ratios(
         name, width = step.sites[site].name, int(sides.widths[i])
         return say(Broken(name, float(value[site]), common, others, began, bool(late[site]), named, width))
 
-    def severity(site: int) -> str:
-        return "critical" if value[site] == value[site] and not 1 / factor < value[site] < factor else "warning"
-
+    severity = np.where((value <= 1 / factor) | (value >= factor), "critical", "warning")  # warning: without a factor
     return [Ill(now, sentence, value, factor, severity, since=since)]
 
 
@@ -290,7 +288,7 @@ def are_added(step: Step, memory: Memory, key: str, sides: Sides, chosen: Mask) 
     return found
 
 
-def _tolerance(memory: Memory, key: str, sides: Sides, keeps: Mask, common: float) -> Array:
+def _find_tolerance(memory: Memory, key: str, sides: Sides, keeps: Mask, common: float) -> Array:
     """Return how exactly each factor ``[layers]`` is known, by how exactly layers had the common one until now."""
     factors, tells = sides.factors()
     off = np.max(abs(factors[keeps] / common - 1) * tells[keeps], initial=0.0)

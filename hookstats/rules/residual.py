@@ -29,7 +29,7 @@ def residual_drift(step: Step, ratio: float = 100.0, consecutive_steps: int = 5,
     ``blocks`` = 4 on; blocks are modules with a number as their name that hold others which are watched, not experts,
     and run in the order of these numbers.
     """
-    stacks = step.once(_stacks, blocks)
+    stacks = step.make_for_sites(_find_stacks, blocks)
     if not stacks:
         return None
     ratios, paths = np.ones(len(step.sites)), dict[int, str]()
@@ -61,7 +61,7 @@ def residual_drift(step: Step, ratio: float = 100.0, consecutive_steps: int = 5,
     return [Ill(drifted, text, ratios, limits, steps=consecutive_steps, words=words)]
 
 
-def _stacks(step: Step, blocks: int) -> dict[str, Counts]:
+def _find_stacks(step: Step, blocks: int) -> dict[str, Counts]:
     """Return the ids of the outputs of each stack's blocks."""
     outputs = [step.sites[i].name for i in np.flatnonzero(step.is_kind("output")).tolist()]
     parts = [name.split(".") for name in outputs]

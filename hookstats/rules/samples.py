@@ -24,7 +24,7 @@ def add_samples(finding: Finding, step: Step) -> Finding:
     ids = step.sample_ids.get(finding.step)
     if finding.rule not in _OF_BATCHES or finding.since != finding.step or ids is None or not len(ids):
         return finding
-    found = _outliers(step, ids) if finding.step == step.number else None
+    found = _find_outliers(step, ids) if finding.step == step.number else None
     if found is None:
         told = f" Step {finding.step} had {'sample' if len(ids) == 1 else 'samples'} {_list_ids(ids)}."
         return replace(finding, sample_ids=tuple(ids.tolist()), sentence=finding.sentence + told)
@@ -46,7 +46,7 @@ def _list_ids(ids: Counts) -> str:
     return ", ".join(map(str, ids[:_NAMED].tolist())) + more
 
 
-def _outliers(step: Step, ids: Counts) -> tuple[Site, Counts, float] | None:
+def _find_outliers(step: Step, ids: Counts) -> tuple[Site, Counts, float] | None:
     """Samples that stand out at the first site, in order of execution, that keeps samples apart and has some that do.
 
     The site; their ids, the farthest first, several for each where it is not known which of several batches it was; the
@@ -55,7 +55,7 @@ def _outliers(step: Step, ids: Counts) -> tuple[Site, Counts, float] | None:
     for site, channels in step.of_samples.items():
         if not (step.is_kind("output")[site] or step.is_kind("input")[site]):
             continue
-        rms = _by_sample(channels, len(ids))
+        rms = _sum_samples(channels, len(ids))
         median = float(np.median(rms[np.isfinite(rms)])) if np.isfinite(rms).any() else 0.0
         is_out = ~np.isfinite(rms) | ((rms > _RATIO * median) & (median > 0))
         if is_out.any() and not is_out.all():
@@ -66,7 +66,7 @@ def _outliers(step: Step, ids: Counts) -> tuple[Site, Counts, float] | None:
     return None
 
 
-def _by_sample(channels: Stats[Array], count: int) -> Array:
+def _sum_samples(channels: Stats[Array], count: int) -> Array:
     """The rms of each sample, or of each group of them, see `Step.of_samples`; NaN where a value is not finite."""
     rows = max(len(channels.count) // count, 1)
     bad = (channels.nans + channels.posinfs + channels.neginfs).reshape(-1, rows).sum(1)

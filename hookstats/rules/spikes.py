@@ -11,7 +11,7 @@ from hookstats.rules.engine import Ill, rule
 from hookstats.rules.formatting import times
 from hookstats.rules.history import Course, middle
 from hookstats.rules.memory import Memory
-from hookstats.rules.step import Step, valued_ids
+from hookstats.rules.step import Step, find_finite_ids
 
 _LEAST_RISE = 0.05  # of what jumps, or rises from one third of the steps to the next
 _MOVED, _KNOWN = 3.0, 3  # times the largest of the last moves; how many of them there must be
@@ -72,7 +72,7 @@ def loss_spike(
     setting of ours.
     """
     values = {at: value for at, value in step.read_scalar(scalar).items() if math.isfinite(value)}
-    move, moves = _move(step, memory), memory.last("moves", 8)
+    move, moves = _measure_move(step, memory), memory.last("moves", 8)
     if not values:
         return None
     has_moved = None  # beside what the outputs did before; not known yet
@@ -186,9 +186,9 @@ def _count_rising(memory: Memory, value: float, past: Course | None) -> int:
     return 0
 
 
-def _move(step: Step, memory: Memory) -> float | None:
+def _measure_move(step: Step, memory: Memory) -> float | None:
     """Return by how much half of the outputs changed since the last measured step, in logarithms, if any can tell."""
-    known, ids = memory.of_sites("outputs", np.nan), step.alike(valued_ids, "output")
+    known, ids = memory.keep_by_site("outputs", np.nan), step.make_for_alike(find_finite_ids, "output")
     now, before = step.totals.rms[ids], known[ids]
     known[ids] = now
     moves = np.abs(np.log(now / before))

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hookstats.numbers.fields import FIELDS, Array, Bins, Counts, ExponentBins, Site, Stats, unscale
+from hookstats.numbers.frame import Mask as Mask
 from hookstats.numbers.frame import StepFrame
 from hookstats.numbers.kinds import is_of_kind, is_of_module
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.rules.finding import MOST_SITES, Finding
 from hookstats.rules.formatting import times
+from hookstats.rules.history import Losses
 
-Mask: TypeAlias = NDArray[np.bool_]
 _MOST_ALIKE = 16  # kinds of steps that are known at once: with channels and without, in training and in evaluation
 _Over = TypeVar("_Over", bound=NDArray[Any])
 _Made = TypeVar("_Made")
@@ -43,10 +44,11 @@ def is_bias(name: str) -> bool:
 
 
 class SiteIds:
-    """All sites that a run has shown so far: each has an id that stays, its place in ``all``."""
+    """All sites that a run has shown so far: each has an id that stays, its place in ``all``. And its losses."""
 
     def __init__(self) -> None:
         self.all: list[Site] = []
+        self.losses = Losses()
         self._ids: dict[Site, int] = {}
         self._latest: tuple[Sequence[Site], Counts] = ([], np.empty(0, np.int64))
         self._kinds: dict[str, Mask] = {}
@@ -67,7 +69,7 @@ class SiteIds:
             self._latest = sites, ids
         return ids
 
-    def id_of(self, site: Site) -> int:
+    def find_id(self, site: Site) -> int:
         """Return the id of a site; -1 of a stranger."""
         return self._ids.get(site, -1)
 
@@ -79,7 +81,7 @@ class SiteIds:
             self._aligned = ids, len(self.all), is_aligned
         return is_aligned
 
-    def alike(self, key: Any) -> dict[Any, Any]:
+    def make_for_alike(self, key: Any) -> dict[Any, Any]:
         """Return what was made for steps of this key; the oldest are forgotten."""
         found = self._alike.get(key)
         if found is None:
@@ -109,7 +111,7 @@ class SiteIds:
             mask = self._kinds[""] = np.array([site.name == "" for site in self.all], bool)
         return mask
 
-    def partner(self, kind: str, other: str, key: str = "", other_key: str = "") -> Counts:
+    def find_partner(self, kind: str, other: str, key: str = "", other_key: str = "") -> Counts:
         """Return the id of the site of the other kind, of each site of a kind; -1 without one: see `Step.partner`."""
         partners = self._partners.get((kind, other, key, other_key))
         if partners is None or len(partners) < len(self.all):
@@ -127,7 +129,7 @@ class SiteIds:
             self._partners[kind, other, key, other_key] = partners
         return partners
 
-    def once(self, function: Callable[..., _Made], step: Step, arguments: tuple[Any, ...]) -> _Made:
+    def make_for_sites(self, function: Callable[..., _Made], step: Step, arguments: tuple[Any, ...]) -> _Made:
         """Return what a function makes of the sites, made anew when there are more of them."""
         known: tuple[int, _Made] | None = self._once.get((function, arguments))
         if known is None or known[0] < len(self.all):
@@ -140,6 +142,7 @@ class Step:
 
     ``number``, ``scalars``, ``earlier_scalars``, ``sample_ids`` and ``drifts`` as in the Snapshot, ``rank``, and
     ``ranks``: of how many ranks it holds the numbers; ``is_of_all_ranks``: whether there are no others.
+    ``losses``: of the run until this step.
     ``is_sampled``: whether some rows alone of activations and their gradients were read, see `Snapshot.rows`: means and
     shares are estimates then, and what is summed is not what all rows add up to. ``sites``: all
     that the run has shown so far; a site's
@@ -165,6 +168,7 @@ class Step:
         self._ids = sites.ids(self._frame.sites)
         self._sites = sites
         self.sites: Sequence[Site] = sites.all
+        self.losses = sites.losses
         self._is_aligned = sites.are_all(self._ids)
         self._channels: dict[int, Stats[Array] | None] = {}
 
@@ -172,23 +176,23 @@ class Step:
         """``[n]``: whether a site's tensor is an "output", a "grad_output", a "param", ..., see attach."""
         return self._sites.is_kind(kind)
 
-    def fired(self, kind: str) -> Mask:
+    def find_fired(self, kind: str) -> Mask:
         """``[n]``: the sites of a kind that fired in this step."""
-        return self.alike(_fired, kind)
+        return self.make_for_alike(_find_fired, kind)
 
-    def valued(self, kind: str) -> Mask:
+    def find_finite(self, kind: str) -> Mask:
         """``[n]``: the sites of a kind with finite values in this step."""
-        return self.alike(_valued, kind)
+        return self.make_for_alike(_find_finite, kind)
 
     def has_any(self, kinds: Sequence[str]) -> bool:
         """Return whether a site of one of these kinds fired in this step; of none of them: True."""
-        return not kinds or self.alike(_has_any, *kinds)
+        return not kinds or self.make_for_alike(_has_any, *kinds)
 
-    def ordered(self, kind: str) -> list[int]:
+    def list_finite(self, kind: str) -> list[int]:
         """The ids of the sites of a kind with finite values in this step, in order of execution."""
-        return self.alike(_ordered, kind)
+        return self.make_for_alike(_list_finite, kind)
 
-    def alike(self, function: Callable[..., _Made], *arguments: Any) -> _Made:
+    def make_for_alike(self, function: Callable[..., _Made], *arguments: Any) -> _Made:
         """Return what a function makes of which sites fired in this step, how often, in which order, and with values.
 
         It must look at no value: it is made once for all steps that agree in these, as those of a training do. An array
@@ -207,15 +211,15 @@ class Step:
         frame, ids = self._frame, None if self._is_aligned else self._ids.tobytes()
         has_values = (self.totals.count > 0).tobytes()
         key = (len(self.sites), ids, frame.calls.tobytes(), frame.order.tobytes(), has_values, self.is_sampled)
-        return self._sites.alike(key)
+        return self._sites.make_for_alike(key)
 
-    def once(self, function: Callable[..., _Made], *arguments: Any) -> _Made:
+    def make_for_sites(self, function: Callable[..., _Made], *arguments: Any) -> _Made:
         """Return what a function makes of the sites of this step, such as pairs of ids; made anew when sites appear."""
-        return self._sites.once(function, self, arguments)
+        return self._sites.make_for_sites(function, self, arguments)
 
-    def id_of(self, name: str, tensor: str) -> int:
+    def find_id(self, name: str, tensor: str) -> int:
         """Return the id of a site; -1 where the run has shown no such one."""
-        return self._sites.id_of(Site(name, tensor))
+        return self._sites.find_id(Site(name, tensor))
 
     @cached_property
     def sums(self) -> Array:
@@ -227,13 +231,13 @@ class Step:
         """``[n]``: whether a site is of the model itself, and of none of its modules."""
         return self._sites.is_of_model
 
-    def partner(self, kind: str, other: str, key: str = "", other_key: str = "") -> Counts:
+    def find_partner(self, kind: str, other: str, key: str = "", other_key: str = "") -> Counts:
         """``[n]``: of each site of a kind, the id of that of another kind with the same name; -1 without one.
 
-        ``step.partner("output", "grad_output")``. With a key, of sites whose name ends with it ("*": any), that of the
-        same module, or with another key in it: ``step.partner("param_grad", "grad_output", "bias")``.
+        ``step.find_partner("output", "grad_output")``. With a key, of sites whose name ends with it ("*": any), that
+        of the same module, or with another key in it: ``step.find_partner("param_grad", "grad_output", "bias")``.
         """
-        return self._sites.partner(kind, other, key, other_key)
+        return self._sites.find_partner(kind, other, key, other_key)
 
     @cached_property
     def calls(self) -> Counts:
@@ -250,11 +254,11 @@ class Step:
         scalars = {**self.earlier_scalars, self.number: self.scalars}
         return {number: each[scalar] for number, each in scalars.items() if scalar in each}
 
-    def in_order(self, mask: Mask) -> list[int]:
+    def put_in_order(self, mask: Mask) -> list[int]:
         """The ids of these sites that fired, in order of execution."""
         return self.order[mask[self.order]].tolist()  # type: ignore[no-any-return]
 
-    def names_of(self, sites: Sequence[int]) -> str:
+    def name_sites(self, sites: Sequence[int]) -> str:
         """Up to three names of sites, and how many others there are."""
         shown = ", ".join(self.sites[site].name for site in sites[:3])
         return shown if len(sites) <= 3 else f"{shown} and {times(len(sites) - 3, 'other')}"
@@ -301,7 +305,7 @@ class Step:
             self._channels[site] = None if state is None else Stats(state if scale == 1 else unscale(state, scale))
         return self._channels[site]
 
-    def channels_or_whole(self, site: int) -> Stats[Array]:
+    def read_channels_or_whole(self, site: int) -> Stats[Array]:
         """Return the channels of a site; all together, ``[1]``, where there are none."""
         channels = self.channels(site)
         return self.totals.entries(np.array([site])) if channels is None else channels
@@ -371,7 +375,7 @@ class Step:
     @cached_property
     def _kinds_of_parameters(self) -> tuple[str, str]:
         """Updates and their parameters: of all of their values, if any are measured, else of their samples."""
-        is_whole = self.once(_has_whole_updates)
+        is_whole = self.make_for_sites(_has_whole_updates)
         return ("param_update", "param") if is_whole else ("update_sample", "param_sample")
 
     @property
@@ -382,17 +386,17 @@ class Step:
     @property
     def weights_of_updates(self) -> Counts:
         """``[n]``: of each of `updates`, the id of the parameter's own values; -1 without one."""
-        return self.partner(*self._kinds_of_parameters)
+        return self.find_partner(*self._kinds_of_parameters)
 
     @property
     def gradients_of_updates(self) -> Counts:
         """``[n]``: of each of `updates`, the id of the parameter's gradient; -1 without one."""
-        return self.partner(self._kinds_of_parameters[0], "param_grad")
+        return self.find_partner(self._kinds_of_parameters[0], "param_grad")
 
     @property
     def updates_of_gradients(self) -> Counts:
         """``[n]``: of each gradient of a parameter, the id of the one of `updates`; -1 without one."""
-        return self.partner("param_grad", self._kinds_of_parameters[0])
+        return self.find_partner("param_grad", self._kinds_of_parameters[0])
 
     @cached_property
     def scales(self) -> Array:
@@ -402,7 +406,7 @@ class Step:
     @cached_property
     def grad_norm(self) -> float | None:
         """The norm of all gradients, as `Snapshot.grad_norm`."""
-        chosen = self.alike(fired_ids, "param_grad")
+        chosen = self.make_for_alike(find_fired_ids, "param_grad")
         if not chosen.size:
             return None
         if self.has_nonfinite and self.totals.nans[chosen].any():
@@ -444,30 +448,30 @@ class Step:
         return result  # type: ignore[no-any-return]
 
 
-def _fired(step: Step, kind: str) -> Mask:
+def _find_fired(step: Step, kind: str) -> Mask:
     return step.is_kind(kind) & (step.calls > 0)
 
 
-def _valued(step: Step, kind: str) -> Mask:
+def _find_finite(step: Step, kind: str) -> Mask:
     return step.is_kind(kind) & (step.totals.count > 0)
 
 
 def _has_any(step: Step, *kinds: str) -> bool:
-    return any(step.fired(kind).any() for kind in kinds)
+    return any(step.find_fired(kind).any() for kind in kinds)
 
 
-def _ordered(step: Step, kind: str) -> list[int]:
-    return step.in_order(step.valued(kind))
+def _list_finite(step: Step, kind: str) -> list[int]:
+    return step.put_in_order(step.find_finite(kind))
 
 
-def fired_ids(step: Step, kind: str) -> Counts:
+def find_fired_ids(step: Step, kind: str) -> Counts:
     """The ids of the sites of a kind that fired, ascending: for `Step.alike`."""
-    return np.flatnonzero(step.fired(kind))
+    return np.flatnonzero(step.find_fired(kind))
 
 
-def valued_ids(step: Step, kind: str) -> Counts:
+def find_finite_ids(step: Step, kind: str) -> Counts:
     """The ids of the sites of a kind with finite values, ascending: for `Step.alike`."""
-    return np.flatnonzero(step.valued(kind))
+    return np.flatnonzero(step.find_finite(kind))
 
 
 def _has_whole_updates(step: Step) -> bool:

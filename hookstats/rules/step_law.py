@@ -33,8 +33,8 @@ def outside_write(step: Step, memory: Memory, most_steps: int = 3) -> Ill | None
         return None
     changed = step.is_kind("outside_update") & (step.calls > 0) & (step.totals.abs_max > 0)
     memory["looks"] = int(memory.get("looks", 0)) + 1 if changed.any() else 0
-    values = step.totals.rms[np.maximum(step.partner("outside_update", "param_sample"), 0)]
-    has_values = step.partner("outside_update", "param_sample") >= 0
+    values = step.totals.rms[np.maximum(step.find_partner("outside_update", "param_sample"), 0)]
+    has_values = step.find_partner("outside_update", "param_sample") >= 0
     share = np.where(changed & has_values & (values > 0), step.totals.rms / values, 0.0)
     worst = int(np.argmax(np.where(changed, share, -1.0)))
     where = np.zeros(len(changed), bool)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from hookstats.rules.answers import answer, has_weights, is_of_softmax
+from hookstats.rules.answers import find_answer, has_weights, is_of_softmax
 from hookstats.rules.engine import Ill, rule
-from hookstats.rules.losses import has_fallen, note_losses
-from hookstats.rules.memory import Memory
 from hookstats.rules.step import Step
 
 _EXACT = 0.01  # of the loss: bfloat16 rounds the gradient by 0.4 %
@@ -24,12 +22,12 @@ class _SquaredError(NamedTuple):
     mean: float  # of all targets
 
 
-def _squared_error(step: Step) -> _SquaredError | None:
+def _recognise_squared_error(step: Step) -> _SquaredError | None:
     """Recognise a mean squared error by its gradient g = 2 (y - t) / N, which has rms(g) N = 2 sqrt(loss).
 
     So t = y - g N / 2: where g is largest, t is at most the largest y less that g, and the other way round.
     """
-    found, loss = answer(step), step.scalars.get("loss")
+    found, loss = find_answer(step), step.scalars.get("loss")
     if found is None or loss is None or found[2] > 1 or not 0 < loss < math.inf:
         return None
     site, gradient, _ = found
@@ -46,7 +44,7 @@ def _squared_error(step: Step) -> _SquaredError | None:
 
 
 @rule(of="grad_output", depth=2, sums=True)
-def unscaled_targets(step: Step, memory: Memory, size: float = 100.0, consecutive_steps: int = 20) -> Ill | None:
+def unscaled_targets(step: Step, size: float = 100.0, consecutive_steps: int = 20) -> Ill | None:
     """The targets of a regression are hundreds of times as large as the model's answers (warning).
 
     The loss is a mean squared error, which its gradient proves, to 1 %. Its root is above ``size`` = 100, and above 100
@@ -60,8 +58,7 @@ def unscaled_targets(step: Step, memory: Memory, size: float = 100.0, consecutiv
     False-positive guards: the error itself must be large, as answers may begin at 0; a loss that has come down to half
     of the first ones, and one that is no mean squared error of the model's last output, are not judged.
     """
-    note_losses(step, memory)
-    found = _squared_error(step)
+    found = _recognise_squared_error(step)
     if found is None:
         return None
     ratio = found.error / max(float(step.totals.rms[found.site]), 1e-30)
@@ -70,7 +67,7 @@ def unscaled_targets(step: Step, memory: Memory, size: float = 100.0, consecutiv
         "a mean of {mean}, are not scaled. Subtract their mean and divide by their standard deviation, or the model "
         "needs very long to reach them."
     )
-    is_ill = found.error > size and ratio > size and not has_fallen(memory, 0.5)
+    is_ill = found.error > size and ratio > size and not step.losses.have_fallen(0.5)
     return Ill(is_ill, text, found.error, size, steps=consecutive_steps, site=found.site, words={"mean": found.mean})
 
 
@@ -89,7 +86,7 @@ def unreachable_targets(step: Step, share: float = 0.01, consecutive_steps: int 
 
     False-positive guards: a target beyond the end by less than 1 % of the error counts as reached.
     """
-    found = _squared_error(step)
+    found = _recognise_squared_error(step)
     if found is None:
         return None
     totals, site = step.totals, found.site
@@ -102,7 +99,7 @@ def unreachable_targets(step: Step, share: float = 0.01, consecutive_steps: int 
     elif low >= -1 and high <= 1 and (low < near - 1 or high > 1 - near):
         ends = -1.0, 1.0
     below, above = ends[0] - found.lowest, found.highest - ends[1]
-    is_ill = max(below, above) > near * found.error and not step.once(has_weights)[site]
+    is_ill = max(below, above) > near * found.error and not step.make_for_sites(has_weights)[site]
     side, end, target = ("below", ends[0], found.lowest) if below > above else ("above", ends[1], found.highest)
     text = (
         "{tensor} never goes {side} {threshold}, but its targets do: one is {value} or beyond, since step {since}. "

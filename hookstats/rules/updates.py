@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.history import middle
-from hookstats.rules.losses import has_fallen, note_losses
 from hookstats.rules.memory import Memory
 from hookstats.rules.step import Mask, Step, is_bias
 
@@ -57,11 +58,11 @@ def update_ratio(
     measured, sizes = (weights >= 0) & (step.totals.count >= values), means[weights]
     if not np.count_nonzero(measured) and not rewritten:
         return None
-    seen, unsized = memory.of_sites("seen", False), memory.of_sites("unsized", False)
+    seen, unsized = memory.keep_by_site("seen", False), memory.keep_by_site("unsized", False)
     begins = measured & ~seen
     if np.count_nonzero(begins):
         is_constant = (step.totals.min == step.totals.max)[weights]
-        unsized |= begins & (is_constant | (sizes < begun) | step.once(_are_biases))
+        unsized |= begins & (is_constant | (sizes < begun) | step.make_for_sites(_are_biases))
         seen |= begins
     too_large, streak = measured & (means > 0.99 * ratio * sizes) & ~unsized, memory.streak()
     if not np.count_nonzero(too_large) and not streak.goes_on and not rewritten:
@@ -84,13 +85,13 @@ def update_ratio(
         severity = "note" if is_note else "warning"
         found.append(Ill(True, text, value, threshold, severity, since=began, site=site, at=at))
 
-    for site in step.in_order(too_large & (lasting | (ratios > whole))):
+    for site in step.put_in_order(too_large & (lasting | (ratios > whole))):
         value = float(ratios[site])
         if value > whole:
             rewritten[site] = step.number, value
             say(site, step.number, value, bool(losses), True)
         else:
-            came_down = _before(losses, step.number) < _before(losses, int(streak.since[site]))
+            came_down = _find_loss_before(losses, step.number) < _find_loss_before(losses, int(streak.since[site]))
             say(site, step.number, value, came_down, False)
     for site, (at, value) in list(rewritten.items()):
         went_up = _has_risen(losses, at, worse)
@@ -131,9 +132,8 @@ def tiny_updates(
     which are another problem (`unchanged_parameters`, `lost_updates`); biases, weights of one value, and those of fewer
     than ``values`` = 64 numbers; a training whose gradients have fallen as far has found what it was looking for.
     """
-    note_losses(step, memory)
     weights, totals, norm = step.weights_of_updates, step.totals, step.grad_norm or 0.0
-    measured = (weights >= 0) & (totals.count >= values) & ~step.once(_are_biases)
+    measured = (weights >= 0) & (totals.count >= values) & ~step.make_for_sites(_are_biases)
     measured &= (totals.min < totals.max)[weights]
     ids = np.flatnonzero(measured)
     if not len(ids) or not 0 < norm < np.inf:
@@ -155,7 +155,7 @@ def tiny_updates(
         rising, third = np.array(recent)[:, 0], -(-len(recent) // 3)
         is_lost = 2 * totals.zeros[ids].sum() > totals.count[ids].sum()
         grows = middle(rising[-third:]) > 1.5 * middle(rising[:third])
-        is_small = not (grows or is_lost) and has_fallen(memory) is False
+        is_small = not (grows or is_lost) and step.losses.have_fallen() is False
     small = (
         "no step has changed a weight by more than {value} of its size since step {since}, and the loss does not "
         "fall. About 0.001 is usual: check the learning rate, and what clips or divides the gradients."
@@ -165,28 +165,27 @@ def tiny_updates(
         "learning rate is almost 0, and the model no longer learns. Check the schedule: one that counts epochs must "
         "not be stepped at each batch."
     )
-    found = list[Ill]()
-    severity = "note" if has_fallen(memory, 0.5) else "warning"
-    of_usual = size / usual if usual else 0.0
-    kinds = ((small, is_small, largest, ratio), (ended, has_ended, of_usual, fallen))
-    for streak, (text, is_ill, value, limit) in zip(streaks, kinds, strict=True):
-        lasts = streak.push(step.number, np.array([bool(is_ill)]), steps=consecutive_steps)[0]
-        since = int(streak.since[0])
-        is_long = step.number - since + 1 >= part * (step.number + 1)
-        found.append(Ill(bool(lasts and is_long), text, value, limit, severity, since=since))
-    return found
+    severity = "note" if step.losses.have_fallen(0.5) else "warning"
+    lasting: dict[str, Any] = {"severity": severity, "steps": consecutive_steps, "over": part * (step.number + 1)}
+    return [
+        Ill(bool(is_small), small, largest, ratio, key="small", **lasting),
+        Ill(has_ended, ended, size / usual if usual else 0.0, fallen, key="ended", **lasting),
+    ]
 
 
 def _are_biases(step: Step) -> Mask:
     return np.array([is_bias(name) for name, _ in step.sites], bool)
 
 
-def _before(losses: dict[int, float], at: int) -> float:
+def _find_loss_before(losses: dict[int, float], at: int) -> float:
     """The loss up to a step, which comes before its update."""
     return middle(np.array([loss for number, loss in losses.items() if at - 3 < number <= at]))
 
 
 def _has_risen(losses: dict[int, float], at: int, worse: float) -> bool:
-    before, after = _before(losses, at), [loss for number, loss in losses.items() if at < number <= at + _AFTER]
+    before, after = (
+        _find_loss_before(losses, at),
+        [loss for number, loss in losses.items() if at < number <= at + _AFTER],
+    )
     limit = before + worse * abs(before)
     return any(middle(np.array(after[i : i + 3])) > limit for i in range(len(after) - 2))

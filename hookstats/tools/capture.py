@@ -223,9 +223,9 @@ class _Ring:
     def first_floating(self, output: Any) -> torch.Tensor | None:
         """Return the tensor of an output that is kept. None: of a wrapper, or while a CUDA graph is captured."""
         if torch.compiler.is_compiling():
-            return _first_floating(output)
+            return _find_first_floating(output)
         try:
-            x = _first_floating(output)
+            x = _find_first_floating(output)
         except Exception as error:  # a container that cannot be walked
             self._warn(error)
             return None
@@ -267,7 +267,7 @@ class _Ring:
         if slot is not None and slot.call == call:  # not yet taken by a later capture
             self._fill(slot.gradient, g)
 
-    def _newest(self) -> _KeptCapture | None:
+    def _find_newest(self) -> _KeptCapture | None:
         """The capture of the last call, if that was kept and its gradient has not come yet."""
         last = self._calls - 1
         if last < 0:
@@ -278,14 +278,14 @@ class _Ring:
     def _find_recomputed(self) -> _KeptCapture | None:
         """The capture that is recomputed. None where several wait for gradients: nothing says whose turn it is."""
         waiting = [slot for slot in self._slots if slot.output.full and not slot.gradient.full]
-        return self._newest() if len(waiting) == 1 else None
+        return self._find_newest() if len(waiting) == 1 else None
 
     def put_from_graph(self, what: str, x: torch.Tensor) -> None:
         """Keep a tensor of a graph. Nothing says there to which call a gradient belongs: it goes to the last one."""
         if what == "output":
             self.put_output(x)
         else:
-            slot = self._newest()
+            slot = self._find_newest()
             self.put_gradient(x, slot, slot.call if slot else -1)
 
     def captures(self) -> list[Capture]:
@@ -336,5 +336,5 @@ class _OutputHook(order.ModuleHook):
             x.register_hook(lambda g: ring.put_gradient(g, slot, call))
 
 
-def _first_floating(output: Any) -> torch.Tensor | None:
+def _find_first_floating(output: Any) -> torch.Tensor | None:
     return next((tensor for _, tensor in walk(output) if tensor.is_floating_point()), None)

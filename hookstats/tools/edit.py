@@ -93,7 +93,7 @@ class Edit:
         on_inputs = kind.endswith("input")
         try:
             for name, module in modules_at(model, modules, exclude).items():
-                hook = (InputEdit if on_inputs else OutputEdit)(self, name, tensor, _device_of(module, model))
+                hook = (InputEdit if on_inputs else OutputEdit)(self, name, tensor, _find_device(module, model))
                 hook.stage = order.BEFORE_STATISTICS if after != reverse else order.AFTER_STATISTICS
                 self._hooks[name] = hook
                 self._handles.append(
@@ -144,7 +144,7 @@ class EditHook(order.ModuleHook):
         kind, _, path = tensor.partition(".")
         self.path = f".{path}" if path else ""
         self.of_gradient = kind in _GRADIENTS
-        self.counters = [_counter(device)]  # one on each device where tensors were seen, the present one last
+        self.counters = [_make_counter(device)]  # one on each device where tensors were seen, the present one last
 
     def apply_edit(self, value: Any, inputs: Any) -> Any:
         """`value`, with the tensors in question changed, or with hooks for their gradients; `inputs` are not ours."""
@@ -208,7 +208,7 @@ class EditHook(order.ModuleHook):
                     f"when the edit was made, got one on {old.device}: make edits after model.to()"
                 )
             at = next((i for i, counter in enumerate(self.counters) if counter.device == old.device), None)
-            self.counters.append(_counter(old.device) if at is None else self.counters.pop(at))
+            self.counters.append(_make_counter(old.device) if at is None else self.counters.pop(at))
         amount = ((new != old) & ~(new.isnan() & old.isnan())).sum()
         if in_graph:
             _native.add(self.counters[-1], amount, not self.of_gradient)
@@ -232,11 +232,11 @@ class InputEdit(EditHook):
         return tuple(new[str(place)] for place in range(len(args))), {name: new[name] for name in kwargs}
 
 
-def _counter(device: torch.device) -> torch.Tensor:
+def _make_counter(device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
         return torch.zeros((), dtype=torch.int64, device=device)
 
 
-def _device_of(*modules: nn.Module) -> torch.device:
+def _find_device(*modules: nn.Module) -> torch.device:
     tensors = (t for module in modules for t in (*module.parameters(), *module.buffers()))
     return next((t.device for t in tensors if t.device.type != "meta"), torch.device("cpu"))

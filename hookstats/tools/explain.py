@@ -77,28 +77,30 @@ def explain(model: nn.Module) -> Explanation:
         raise TypeError(f"explain: expected a torch.nn.Module, got {type(model).__name__}")
     clean = {id(module): name for name, module in clean_names(model).items()}
     silent = find_never_called(model)
-    followers = _in_place_neighbours(model)
-    rows = [_row("(every module)", kind, hook, []) for kind, hook in _hooks_of(torch.nn.modules.module, "_global_")]
+    followers = _find_in_place_neighbours(model)
+    rows = [
+        _make_row("(every module)", kind, hook, []) for kind, hook in _list_hooks(torch.nn.modules.module, "_global_")
+    ]
     modules = dict(model.named_modules())
     for path, module in modules.items():
         name = clean.get(id(module), f"{path} ({type(module).__name__})".lstrip())
-        for kind, hook in _hooks_of(module, "_"):
+        for kind, hook in _list_hooks(module, "_"):
             traps = [f"never runs: {silent[name]}"] if name in silent else []
             if kind == "old backward":
-                traps.append(_old_backward(module))
+                traps.append(_say_old_backward(module))
             elif kind.startswith("full backward") and id(module) in followers:
                 traps.append(followers[id(module)])
-            rows.append(_row(name, kind, hook, traps))
+            rows.append(_make_row(name, kind, hook, traps))
         for key, parameter in module.named_parameters(recurse=False):
             for kind, hooks in (
                 ("gradient", parameter._backward_hooks),
                 ("gradient in .grad", getattr(parameter, "_post_accumulate_grad_hooks", None)),
             ):
-                rows += [_row(f"{name}.{key}".lstrip("."), kind, hook, []) for hook in (hooks or {}).values()]
+                rows += [_make_row(f"{name}.{key}".lstrip("."), kind, hook, []) for hook in (hooks or {}).values()]
     return Explanation(rows, len(modules))
 
 
-def _hooks_of(of: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+def _list_hooks(of: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     """Each hook's kind and the hook. of, prefix: a module and "_"; of those on all modules, torch's, "_global_"."""
     backward = "old backward" if getattr(of, f"{prefix}is_full_backward_hook") is False else "full backward"
     for kind, hooks in (
@@ -111,12 +113,12 @@ def _hooks_of(of: Any, prefix: str) -> Iterator[tuple[str, Any]]:
             yield kind, hook
 
 
-def _row(name: str, kind: str, hook: Any, traps: list[str]) -> HookRow:
+def _make_row(name: str, kind: str, hook: Any, traps: list[str]) -> HookRow:
     if isinstance(hook, ModuleHook):
         return HookRow(name, kind, f"hookstats.{hook.description}", True, tuple(traps))
     if isinstance(getattr(hook, "__self__", None), contextlib.nullcontext):  # see order.ModuleHook
         return HookRow(name, kind, "nothing: what a hook of hookstats is in a copy of its model", True, ())
-    function, code = _code(hook)
+    function, code = _find_code(hook)
     if code is not None and kind != "gradient in .grad" and _may_return(code):
         given = {"forward": "the output", "forward-pre": "the input"}.get(kind, "the gradient")
         traps = [*traps, f"may return something, which takes the place of {given}"]
@@ -125,7 +127,7 @@ def _row(name: str, kind: str, hook: Any, traps: list[str]) -> HookRow:
     return HookRow(name, kind, f"{getattr(function, '__module__', None) or '?'}.{called}{where}", False, tuple(traps))
 
 
-def _code(hook: Any) -> tuple[Any, Any]:
+def _find_code(hook: Any) -> tuple[Any, Any]:
     """The function that is called in the end, and its code, if it is Python's."""
     while isinstance(hook, functools.partial):
         hook = hook.func
@@ -147,13 +149,13 @@ def _may_return(code: Any) -> bool:
     return False
 
 
-def _old_backward(module: nn.Module) -> str:
+def _say_old_backward(module: nn.Module) -> str:
     if next(module.children(), None) is not None:
         return "deprecated register_backward_hook: of all that is in this module, it sees the last operation only"
     return "deprecated register_backward_hook: its grad_input is that of the module's last operation, not the module's"
 
 
-def _in_place_neighbours(model: nn.Module) -> dict[int, str]:
+def _find_in_place_neighbours(model: nn.Module) -> dict[int, str]:
     """The modules, by id, on which a full backward hook raises, if the leaves run in the order of their names."""
     leaves = [(name, module) for name, module in model.named_modules() if next(module.children(), None) is None]
     places = {id(module): place for place, (_, module) in enumerate(leaves)}

@@ -104,7 +104,7 @@ class Probing:
             for handle in handles:
                 handle.remove()
         why_not = {kind: reason for kind, reason in self._why_not.items() if kind not in self._asked}
-        return Probe(*self._sort_leaks(), self._asked, why_not, compared, self._notes())
+        return Probe(*self._sort_leaks(), self._asked, why_not, compared, self._list_notes())
 
     def _ask_all(self, left_out: set[str]) -> int:
         """Asks all questions in both modes; of how many modules. left_out: names of those that are not compared."""
@@ -249,7 +249,7 @@ class Probing:
         if question.kind == "":
             readings: list[_Reading] = [_Reading(None, before, _differ(x, before), question.free)]
         else:
-            found = self._readings(question, name, before, x)
+            found = self._list_readings(question, name, before, x)
             if found is None:
                 return
             readings = found
@@ -258,7 +258,7 @@ class Probing:
             self._same.discard(name)
             return
         scale = float(before.float().abs().nan_to_num(posinf=0, neginf=0).max()) or 1.0
-        bound = _HEADROOM * (_unit(module, x) + _SUM) * _steps(module, x)
+        bound = _HEADROOM * (_find_unit(module, x) + _SUM) * _list_steps(module, x)
         worst = [each.worst(x) / scale for each in readings]
         least = min(range(len(readings)), key=worst.__getitem__)
         if question.kind in ("", "samples"):
@@ -270,7 +270,9 @@ class Probing:
                 self._moving.add(name)  # does not repeat: nothing can be said of it
             else:
                 self._rounded[name] = max(self._rounded.get(name, 0.0), worst[0] / bound)
-        elif worst[least] > bound or (name in self._same and question.move is None and readings[0].is_dense(_share(x))):
+        elif worst[least] > bound or (
+            name in self._same and question.move is None and readings[0].is_dense(_compute_share(x))
+        ):
             if readings[0].is_of_rows(x, bound * scale):
                 self._sorted_rows.add(at)
                 self._unread.add(name)
@@ -282,7 +284,9 @@ class Probing:
         with contextlib.suppress(RuntimeError):  # of entries that share memory; those of later modules differ, too
             x.copy_(torch.where(readings[least].outside, readings[least].expected, x))
 
-    def _readings(self, question: Question, name: str, before: torch.Tensor, x: torch.Tensor) -> list[_Reading] | None:
+    def _list_readings(
+        self, question: Question, name: str, before: torch.Tensor, x: torch.Tensor
+    ) -> list[_Reading] | None:
         """Return what differs and must not, in all ways in which the output can be read. None: one way explains it."""
         size, tokens = self._batch.size, question.free.shape[1] if question.free.dim() == 2 else None
         free, ways = question.free, list(places(x.shape, size, tokens, self._batch.batch_dim))
@@ -311,7 +315,7 @@ class Probing:
         places_changed = reading.place.gather(reading.outside.cpu(), tuple(reading.free.shape)) & ~reading.free
         at = places_changed.nonzero()
         first = tuple(at[0].tolist()) if len(at) else (0,) * reading.free.dim()
-        cause, is_by_design = self._cause(question.kind, module, places_changed, reading.free)
+        cause, is_by_design = self._find_cause(question.kind, module, places_changed, reading.free)
         key = question.kind, name
         judged = int((~reading.free).sum())
         kind = type(module).__name__
@@ -322,7 +326,7 @@ class Probing:
             new = replace(new if new.changed > known.changed else known, modes=modes)
         self._leaks[key] = known if known is not None and is_by_design and not known.is_by_design else new
 
-    def _cause(self, kind: str, module: nn.Module, changed: torch.Tensor, free: torch.Tensor) -> tuple[str, bool]:
+    def _find_cause(self, kind: str, module: nn.Module, changed: torch.Tensor, free: torch.Tensor) -> tuple[str, bool]:
         if "BatchNorm" in type(module).__name__ or isinstance(module, nn.modules.batchnorm._BatchNorm):
             return "BatchNorm takes its mean and variance over the batch", module.training
         if kind == "later tokens" and getattr(module, "bidirectional", False) is True:
@@ -351,7 +355,7 @@ class Probing:
         by_design = tuple(each for each in leaks if each.is_by_design)
         return tuple(each for each in leaks if not each.is_by_design), by_design
 
-    def _notes(self) -> tuple[str, ...]:
+    def _list_notes(self) -> tuple[str, ...]:
         notes = []
         if self._rounded:
             name = max(self._rounded, key=self._rounded.__getitem__)
@@ -422,7 +426,7 @@ def _differ(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (x != y) & ~((x != x) & (y != y))
 
 
-def _unit(module: nn.Module, x: torch.Tensor) -> float:
+def _find_unit(module: nn.Module, x: torch.Tensor) -> float:
     """The unit roundoff of the coarsest dtype around a module."""
     dtypes = {x.dtype, *(each.dtype for each in module.parameters() if each.is_floating_point())}
     if torch.is_autocast_enabled(x.device.type):
@@ -430,10 +434,10 @@ def _unit(module: nn.Module, x: torch.Tensor) -> float:
     return max(torch.finfo(dtype).eps / 2 for dtype in dtypes)
 
 
-def _steps(module: nn.Module, x: torch.Tensor) -> float:
+def _list_steps(module: nn.Module, x: torch.Tensor) -> float:
     """Return the factor by which a recurrent module may be further off: it rounds its state once a step."""
     return max(x.shape) ** 0.5 if isinstance(module, nn.RNNBase) and x.dim() else 1.0
 
 
-def _share(x: torch.Tensor) -> float:
+def _compute_share(x: torch.Tensor) -> float:
     return _HEADROOM * _SUM / (torch.finfo(x.dtype).eps / 2)

@@ -20,14 +20,14 @@ def feature_maps(title: str, panels: dict[str, torch.Tensor]) -> Any:
         from hookstats._figure import ShownFigure
     except ImportError as error:
         raise ImportError(f"plot() needs {error.name}: pip install 'hookstats[report]'") from error
-    images = {label: _images(tensor.detach().float()) for label, tensor in panels.items()}
+    images = {label: _list_images(tensor.detach().float()) for label, tensor in panels.items()}
     rows = {label: math.ceil(len(found) / _COLUMNS) for label, found in images.items()}
     figure = ShownFigure(figsize=(9, 0.5 + sum(1.1 * count + 0.3 for count in rows.values())), layout="constrained")
     figure.suptitle(title, fontsize=11)
     below = figure.subfigures(len(images), 1, squeeze=False, height_ratios=[count + 0.3 for count in rows.values()])
     for (label, found), part in zip(images.items(), below[:, 0], strict=True):
         part.suptitle(label, fontsize=9, x=0.01, ha="left")
-        low, high = _scale(panels[label].float())
+        low, high = _find_scale(panels[label].float())
         largest = max(-low, high)
         style = (
             {"cmap": "RdBu_r", "vmin": -largest, "vmax": largest}
@@ -46,13 +46,13 @@ def feature_maps(title: str, panels: dict[str, torch.Tensor]) -> Any:
     return figure
 
 
-def _images(x: torch.Tensor) -> list[torch.Tensor]:
+def _list_images(x: torch.Tensor) -> list[torch.Tensor]:
     if x.dim() == 3:
         return list(x)
     return [x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)]
 
 
-def _scale(x: torch.Tensor) -> tuple[float, float]:
+def _find_scale(x: torch.Tensor) -> tuple[float, float]:
     """The finite extremes."""
     finite = x[x.isfinite()]
     if not finite.numel():

@@ -27,10 +27,10 @@ class SampleLayout(NamedTuple):
         """``[samples]`` or ``[samples, tokens]`` of bools at the entries of a tensor: true where an axis says so."""
         found = torch.zeros((), dtype=torch.bool)
         for sample in self.samples:
-            rows = _along(sample, shape)
+            rows = _index_along(sample, shape)
             found = found | values[rows] if values.dim() == 1 else found
             for token in self.tokens if values.dim() == 2 else ():
-                found = found | values[rows, _along(token, shape)]
+                found = found | values[rows, _index_along(token, shape)]
         return found
 
     def gather(self, differs: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
@@ -42,20 +42,20 @@ class SampleLayout(NamedTuple):
         return found
 
 
-def _along(axis: Axis, shape: torch.Size) -> torch.Tensor:
+def _index_along(axis: Axis, shape: torch.Size) -> torch.Tensor:
     return axis.labels.view([-1 if dim == axis.dim else 1 for dim in range(len(shape))])
 
 
 def places(shape: torch.Size, samples: int, tokens: int | None, batch_dim: int) -> Iterator[SampleLayout]:
     """All ways to read a tensor of this shape, the likeliest first. tokens: None to ask for samples alone."""
-    rows = sorted(_exact(shape, samples), key=lambda axis: axis.dim != batch_dim)
+    rows = sorted(_is_exact(shape, samples), key=lambda axis: axis.dim != batch_dim)
     if tokens is None:
         yield from (SampleLayout((axis,), ()) for axis in rows)
         if len(rows) > 1:
             yield SampleLayout(tuple(rows), ())
         yield from (SampleLayout((axis,), ()) for axis in _list_folded(shape, samples))
         return
-    columns = _exact(shape, tokens)
+    columns = _is_exact(shape, tokens)
     for row in [*rows, *_list_folded(shape, samples)]:
         beside = [axis for axis in columns if axis.dim != row.dim]
         if len(beside) > 1:
@@ -64,10 +64,12 @@ def places(shape: torch.Size, samples: int, tokens: int | None, batch_dim: int) 
     if shape and shape[0] and shape[0] % (samples * tokens) == 0:  # [batch * tokens, ...]
         rest = shape[0] // (samples * tokens)
         for by_sample, by_token in ((tokens * rest, rest), (rest, samples * rest), (tokens * rest, 1)):
-            yield SampleLayout((_axis(0, shape[0], samples, by_sample),), (_axis(0, shape[0], tokens, by_token),))
+            yield SampleLayout(
+                (_find_axis(0, shape[0], samples, by_sample),), (_find_axis(0, shape[0], tokens, by_token),)
+            )
 
 
-def _exact(shape: torch.Size, count: int) -> list[Axis]:
+def _is_exact(shape: torch.Size, count: int) -> list[Axis]:
     return [Axis(dim, torch.arange(count), 1, True) for dim, size in enumerate(shape) if size == count]
 
 
@@ -78,8 +80,8 @@ def _list_folded(shape: torch.Size, count: int) -> Iterator[Axis]:
             rest = size // count
             steps = [each for each in range(1, rest + 1) if rest % each == 0]
             steps.sort(key=lambda each: (each != rest, each != 1))
-            yield from (_axis(dim, size, count, step) for step in steps)
+            yield from (_find_axis(dim, size, count, step) for step in steps)
 
 
-def _axis(dim: int, size: int, count: int, step: int) -> Axis:
+def _find_axis(dim: int, size: int, count: int, step: int) -> Axis:
     return Axis(dim, torch.arange(size) // step % count, step, False)

@@ -47,7 +47,7 @@ class ModelBatch:
         else:
             self.given = tuple(given) if isinstance(given, tuple | list) else (given,)
         self.batch_dim = batch_dim
-        names = _argument_names(model, self.given)
+        names = _list_argument_names(model, self.given)
         tensors = {names.get(path, path.lstrip(".")): tensor for path, tensor in walk(self.given)}
         if not tensors:
             raise TypeError(f"batch: expected a tensor, or a tuple or dict of some, got {type(given).__name__} of none")
@@ -82,19 +82,19 @@ class ModelBatch:
 
     def token_name(self, of_floats: bool) -> str | None:
         """The tensor of tokens: indices ``[samples, tokens]``, or, where asked for, floats with features behind."""
-        return next(self._token_names(of_floats), None)
+        return next(self._list_token_names(of_floats), None)
 
     def find_masked(self) -> str | None:
         """Tokens of which a mask of padding is there."""
-        return next((name for name in self._token_names(of_floats=True) if _mask_tensor(self, name)), None)
+        return next((name for name in self._list_token_names(of_floats=True) if _find_mask_tensor(self, name)), None)
 
-    def _token_names(self, of_floats: bool) -> Iterator[str]:
+    def _list_token_names(self, of_floats: bool) -> Iterator[str]:
         named = [*(name for name in _TOKENS if name in self._tensors), *self._tensors]
         for is_index, dims in ((True, 2), (False, 3)):
             for name in named if is_index or of_floats else ():
                 x, short = self._tensors[name], name.rsplit(".", 1)[-1]
                 fits = x.dim() == dims and self.has_rows(name) and not _NOT_TOKENS.search(short)
-                if fits and x.is_floating_point() != is_index and x.dtype != torch.bool and self._length(x) > 1:
+                if fits and x.is_floating_point() != is_index and x.dtype != torch.bool and self._find_length(x) > 1:
                     yield name
 
     def has_rows(self, name: str) -> bool:
@@ -103,7 +103,7 @@ class ModelBatch:
         is_square = "mask" in name and x.dim() == 2 and x.shape[0] == x.shape[1]  # of queries and keys
         return x.dim() > self.batch_dim and x.shape[self.batch_dim] == self.size and not is_square
 
-    def _length(self, x: torch.Tensor) -> int:
+    def _find_length(self, x: torch.Tensor) -> int:
         return x.shape[1 - self.batch_dim]
 
     def tokens_of(self, name: str) -> torch.Tensor:
@@ -112,7 +112,7 @@ class ModelBatch:
 
     def length(self, name: str) -> int:
         """The number of its tokens."""
-        return self._length(self._tensors[name])
+        return self._find_length(self._tensors[name])
 
     def find(self, pattern: str | re.Pattern[str], like: str) -> tuple[str, torch.Tensor] | None:
         """A tensor ``[samples, tokens]`` of such a name, beside the tokens `like`; on the CPU."""
@@ -140,7 +140,7 @@ class ModelBatch:
         They are indices that the model knows. Where all are equal: the index before, or 1 more of a number.
         """
         x = self._tensors[name]
-        left = self._at(x, where) & torch.ones_like(x, dtype=torch.bool)
+        left = self._index_at(x, where) & torch.ones_like(x, dtype=torch.bool)
         changed = x.clone()
         for dim in (self.batch_dim, 1 - self.batch_dim) if x.dim() > 1 else (0,):
             for shift in (1, 2, -1):
@@ -151,7 +151,7 @@ class ModelBatch:
             return torch.where(left, ~x, changed)
         return torch.where(left, x + 1 if x.is_floating_point() else torch.where(x > 0, x - 1, x + 1), changed)
 
-    def _at(self, x: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    def _index_at(self, x: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
         """``[samples, tokens]``, or ``[samples]``, over a tensor's entries."""
         if where.dim() == 1:
             shape = [-1 if dim == self.batch_dim else 1 for dim in range(x.dim())]
@@ -160,7 +160,7 @@ class ModelBatch:
         return where.reshape(*where.shape, *[1] * (x.dim() - 2)).to(x.device)
 
 
-def _argument_names(model: nn.Module, given: Any) -> dict[str, str]:
+def _list_argument_names(model: nn.Module, given: Any) -> dict[str, str]:
     """Names for the paths of positional arguments, as `forward` has them."""
     if isinstance(given, Mapping):
         return {}
@@ -296,7 +296,7 @@ def _ask_positions(
 
 def _ask_padding(batch: ModelBatch, why_not: dict[str, str]) -> Iterator[Question]:
     name = batch.find_masked()
-    found, mask = (None, None) if name is None else (_mask_tensor(batch, name), _mask(batch, name))
+    found, mask = (None, None) if name is None else (_find_mask_tensor(batch, name), _mask(batch, name))
     if name is None or found is None or mask is None:
         why_not["padding"] = "no mask of padding is in the batch"
         return
@@ -326,13 +326,13 @@ def _has_mask(batch: ModelBatch) -> bool:
     return any("mask" in name for name in batch._tensors)
 
 
-def _mask_tensor(batch: ModelBatch, name: str) -> tuple[str, torch.Tensor] | None:
+def _find_mask_tensor(batch: ModelBatch, name: str) -> tuple[str, torch.Tensor] | None:
     return batch.find(_TRUE_IS_PADDING, name) or batch.find(r"^(.*\.)?(decoder_)?(attention|attn)_mask$", name)
 
 
 def _mask(batch: ModelBatch, name: str) -> torch.Tensor | None:
     """``[samples, tokens]``: where a token is no padding. None: nobody says."""
-    found = _mask_tensor(batch, name)
+    found = _find_mask_tensor(batch, name)
     if found is None:
         return None
     is_added = found[1].is_floating_point() and bool((found[1] < 0).any())  # to scores

@@ -29,7 +29,9 @@ class RandomState:
 
     def _read(self) -> list[torch.Tensor]:
         states = [torch.get_rng_state()]
-        states += [torch.get_device_module(device).get_rng_state(*_index(device)) for device in self._devices]
+        states += [
+            torch.get_device_module(device).get_rng_state(*_make_device_argument(device)) for device in self._devices
+        ]
         return states + [each.get_state() for each in self._generators]
 
     def put_back(self) -> None:
@@ -38,7 +40,7 @@ class RandomState:
         np.random.set_state(self._numpy)  # noqa: NPY002
         torch.set_rng_state(self._states[0])
         for device, state in zip(self._devices, self._states[1:], strict=False):
-            torch.get_device_module(device).set_rng_state(state, *_index(device))
+            torch.get_device_module(device).set_rng_state(state, *_make_device_argument(device))
         for generator, state in zip(self._generators, self._states[1 + len(self._devices) :], strict=True):
             generator.set_state(state)
 
@@ -52,7 +54,7 @@ class RandomState:
         return not same or random.getstate() != self._python
 
 
-def _index(device: torch.device) -> tuple[torch.device, ...]:
+def _make_device_argument(device: torch.device) -> tuple[torch.device, ...]:
     """Return the argument that a device's module takes: none for MPS, of which there is one."""
     return () if device.type == "mps" else (device,)
 

@@ -72,8 +72,6 @@ def laws(
         if declared.get(name) is False:
             return Law(name, False, "it is declared as broken by design: Options(laws=...)")
         missing = [kind for kind in NEEDS[name] if kind not in kinds]
-        if name == "reduction" and {"param_grad", "param_grad_local"} <= kinds:  # by channel sums
-            missing = []
         if missing and name == "identity":
             return Law(name, False, "needs Options(identities=hookstats.find_identities(model, forward))")
         if missing:
@@ -205,7 +203,7 @@ _APPLIED: dict[str, Callable[[StepFrame], _Applied]] = {
     "optimizer": _apply_to_parameters("optimizer_law", "no step of SGD, Adam or AdamW was measured"),
     "step": _apply_to_parameters("outside_update", "no optimizer has stepped in two measured steps"),
     "replica": _apply_to_ranks("param_sample"),
-    "reduction": _apply_to_ranks("param_grad_local", "reduction"),
+    "reduction": _apply_to_ranks("reduction"),
     "identity": _identity,
     "adjoint": _adjoint,
 }

@@ -15,7 +15,7 @@ from tests import ranks
 from tests.cluster.trainings import Mlp, batch
 
 STEPS, BREAKS = 16, 6
-SUMS, ELEMENTS = ("output", "param_grad", "param_grad_local"), ("output", "reduction")
+TENSORS = ("output", "reduction")
 CASES = (
     "healthy",
     "clipped",
@@ -25,24 +25,21 @@ CASES = (
     "from the start",
     "one layer",
     "one not shared",
+    "turned",
 )
+Found = dict[str, list[Finding]]  # by the case
 
 
-Found = dict[Any, list[Finding]]  # by the tensors that are measured, and the case
+def train(rank: int, world: int) -> Found:
+    return {case: find(rank, world, case) for case in CASES}
 
 
-def trained(rank: int, world: int) -> dict[tuple[Any, str], list[Finding]]:
-    found = {(kinds, case): findings(rank, world, case, kinds) for kinds in (SUMS, ELEMENTS) for case in CASES}
-    both = {(SUMS + ELEMENTS, case): findings(rank, world, case, SUMS + ELEMENTS) for case in ("one layer", "turned")}
-    return found | both
-
-
-def findings(rank: int, world: int, case: str, tensors: tuple[str, ...]) -> list[Finding]:
+def find(rank: int, world: int, case: str) -> list[Finding]:
     inner = Mlp()
     nn.init.normal_(inner.down.bias)
     model = nn.parallel.DistributedDataParallel(inner)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    monitor = hookstats.attach(model, tensors=tensors, every=1, process_group=dist.group.WORLD)
+    monitor = hookstats.attach(model, tensors=TENSORS, every=1, process_group=dist.group.WORLD)
     judge, taken = Judge([reduced_gradient]), []
     for step in range(STEPS):
         if case == "accumulated":
@@ -74,30 +71,25 @@ def findings(rank: int, world: int, case: str, tensors: tuple[str, ...]) -> list
 
 @pytest.fixture(scope="module")
 def found() -> Found:
-    first, *others = ranks.run(trained, 3)
+    first, *others = ranks.run(train, 3)
     assert list(map(repr, others)) == [repr(first)] * 2  # NaN, where no factor is known
     return first  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("kinds", [SUMS, ELEMENTS], ids=["sums", "elements"])
 @pytest.mark.parametrize("case", ["healthy", "clipped", "accumulated", "summed"])
-def test_a_mean_and_a_sum_of_what_ranks_brought_are_in_order(found: Found, case: str, kinds: Any) -> None:
-    assert found[kinds, case] == []
+def test_a_mean_and_a_sum_of_what_ranks_brought_are_in_order(found: Found, case: str) -> None:
+    assert found[case] == []
 
 
-@pytest.mark.parametrize("kinds", [SUMS, ELEMENTS], ids=["sums", "elements"])
 @pytest.mark.parametrize(("case", "since"), [("averaged twice", BREAKS), ("from the start", 0)])
-def test_gradients_that_are_averaged_twice_are_named_with_the_step(
-    found: Found, case: str, since: int, kinds: Any
-) -> None:
-    (finding,) = found[kinds, case]
+def test_gradients_that_are_averaged_twice_are_named_with_the_step(found: Found, case: str, since: int) -> None:
+    (finding,) = found[case]
     assert (finding.severity, finding.site, finding.since, finding.step) == ("critical", None, since, since + 1)
     assert "are 1/3 of the mean over 3 ranks of what these contributed" in finding.sentence
 
 
-@pytest.mark.parametrize("kinds", [SUMS, ELEMENTS, SUMS + ELEMENTS], ids=["sums", "elements", "both"])
-def test_a_layer_that_is_reduced_otherwise_is_named_with_the_factor(found: Found, kinds: Any) -> None:
-    told = found[kinds, "one layer"]
+def test_a_layer_that_is_reduced_otherwise_is_named_with_the_factor(found: Found) -> None:
+    told = found["one layer"]
     names = [each.site.name for each in told if each.site is not None]
     assert names
     assert set(names) <= {"down.weight", "down.bias"}
@@ -107,17 +99,16 @@ def test_a_layer_that_is_reduced_otherwise_is_named_with_the_factor(found: Found
         assert "is 4 times what it is in" in finding.sentence
 
 
-@pytest.mark.parametrize("kinds", [SUMS, ELEMENTS], ids=["sums", "elements"])
-def test_a_layer_that_fewer_ranks_share_is_told_with_what_it_may_be(found: Found, kinds: Any) -> None:
-    for finding in found[kinds, "one not shared"]:
+def test_a_layer_that_fewer_ranks_share_is_told_with_what_it_may_be(found: Found) -> None:
+    for finding in found["one not shared"]:
         assert (finding.severity, finding.step) == ("critical", 1)
         assert finding.site.name.startswith("down")
         assert "fewer ranks share it, as with experts" in finding.sentence
-    assert found[kinds, "one not shared"]
+    assert found["one not shared"]
 
 
 def test_elements_tell_what_the_sums_of_channels_do_not(found: Found) -> None:
-    (finding,) = found[SUMS + ELEMENTS, "turned"]
+    (finding,) = found["turned"]
     assert (finding.site.name, finding.since) == ("down.weight", BREAKS)
     assert "sampled elements" in finding.sentence
     assert "is neither the mean of what 3 ranks contributed" in finding.sentence

@@ -268,7 +268,7 @@ MUTANTS = [
     Mutant(
         "a weak leak in bfloat16 passes for rounding",
         "hookstats/tools/leaking.py",
-        "readings[0].is_dense(_share(x))",
+        "readings[0].is_dense(_compute_share(x))",
         "False",
         "tests/tools/test_probe.py -k long",
     ),

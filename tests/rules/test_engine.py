@@ -34,7 +34,7 @@ def steps(sizes: list[dict[str, float]], tensor: str = "output") -> list[Snapsho
 @rule(of="output")
 def large_outputs(step: Step, value: float = 10.0, consecutive_steps: int = 2) -> Ill:
     """Say where an output is large."""
-    largest, judged = step.totals.abs_max, step.fired("output")
+    largest, judged = step.totals.abs_max, step.find_fired("output")
 
     def say(site: int, since: int) -> str:
         return f"{step.sites[site].name} reaches {largest[site]:g} since step {since}"
@@ -257,12 +257,12 @@ def test_what_follows_from_which_sites_fired_is_made_once_for_all_steps_that_agr
     made: list[list[str]] = []
 
     def names_of_outputs(step: Step) -> list[str]:
-        made.append([step.sites[site].name for site in step.ordered("output")])
+        made.append([step.sites[site].name for site in step.list_finite("output")])
         return made[-1]
 
     @rule()
     def names(step: Step) -> Ill:
-        found = step.alike(names_of_outputs)
+        found = step.make_for_alike(names_of_outputs)
         return Ill(True, lambda site, since: f"{', '.join(found)}", step.number + 1.0)
 
     judge_of_names, nan = Judge([names]), math.nan
@@ -273,7 +273,7 @@ def test_what_follows_from_which_sites_fired_is_made_once_for_all_steps_that_agr
     for each, expected in zip(measured, said, strict=True):
         assert judge_of_names._rulings[0].rule.function(Step(each, judge_of_names._sites)).say(0, 0) == expected
     with pytest.raises(ValueError, match="read-only"):
-        Step(measured[0], judge_of_names._sites).fired("output")[:] = True
+        Step(measured[0], judge_of_names._sites).find_fired("output")[:] = True
     assert made == [["a", "b"], ["a"], ["b", "a"], ["b"], ["c", "a", "b"], ["a", "b"]]  # the last: a site more is known
 
 

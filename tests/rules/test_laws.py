@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 import hookstats
 from hookstats import Snapshot
 from hookstats.rules import Finding, Judge, bias_gradient, judge
-from hookstats.rules.laws import sides_of_biases
+from hookstats.rules.laws import find_sides_of_biases
 from hookstats.rules.ratios import residuals
 from hookstats.rules.step import SiteIds, Step
 from tests.rules.trainings import OnDigits, train
@@ -270,7 +270,7 @@ def test_what_was_summed_in_bfloat16_is_known_by_its_bits(microbatches: int) -> 
             monitor.step()
     sites = SiteIds()
     for snapshot in taken:
-        sides, _ = sides_of_biases(Step(snapshot, sites), "param_grad")
+        sides, _ = find_sides_of_biases(Step(snapshot, sites), "param_grad")
         assert sides is not None
         largest.append(float(residuals(sides, 1.0)[2].max()))
     assert max(largest) < 1

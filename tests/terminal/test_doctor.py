@@ -80,14 +80,14 @@ def test_without_nvcc_nothing_needs_it_where_there_is_no_gpu(tmp_path: Path, mon
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.setattr(doctor, "_TOOLKIT", str(tmp_path / "toolkit"))
     nothing = fake_torch(is_available=lambda: False)
-    gpu, nvcc = doctor._gpu(nothing, True)
+    gpu, nvcc = doctor._describe_gpu(nothing, True)
     assert (gpu.state, nvcc.state, nvcc.what, nvcc.command) == ("-", "-", "nvcc", "")
     for place in ("CUDA_HOME/bin", "PATH", "toolkit/bin"):  # where setup.py looks, too
         path = tmp_path / place / "nvcc"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.8, V12.8.93'\n")
         path.chmod(0o755)
-        assert doctor._gpu(nothing, True)[1] == doctor.Line("ok", "nvcc", f"12.8 {path}")
+        assert doctor._describe_gpu(nothing, True)[1] == doctor.Line("ok", "nvcc", f"12.8 {path}")
         path.unlink()
 
 
@@ -106,16 +106,16 @@ def test_a_gpu_without_kernels_is_fixed_by_a_build_and_that_needs_nvcc(monkeypat
 
     built = native.build_info() | {"architectures": []}
     monkeypatch.setattr(native, "build_info", lambda: built)
-    monkeypatch.setattr(doctor, "_nvcc", lambda: None)
-    gpu, nvcc = doctor._gpu(fake_torch(), True)
+    monkeypatch.setattr(doctor, "_find_nvcc", lambda: None)
+    gpu, nvcc = doctor._describe_gpu(fake_torch(), True)
     assert (gpu.state, gpu.what) == ("fix", "GPU 0")
     assert gpu.command.startswith(f"TORCH_CUDA_ARCH_LIST=9.0 {sys.executable} -m pip install --no-build-isolation")
     assert (nvcc.state, nvcc.what) == ("fix", "nvcc")
     built["architectures"] = ["8.0", "9.0"]
-    gpu, nvcc = doctor._gpu(fake_torch(), True)
+    gpu, nvcc = doctor._describe_gpu(fake_torch(), True)
     assert (gpu.state, nvcc.state) == ("ok", "-")
     old = fake_torch(get_device_capability=lambda number: (7, 5))
-    assert "kernels need 8.0" in doctor._gpu(old, True)[0].found
+    assert "kernels need 8.0" in doctor._describe_gpu(old, True)[0].found
 
 
 @pytest.mark.parametrize(

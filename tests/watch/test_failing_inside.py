@@ -25,7 +25,7 @@ def test_an_attach_that_fails_leaves_no_hook() -> None:
 
 
 @pytest.mark.parametrize(
-    "where", ["Parameters", "Routers", "_join_ranks", "Delivery", "Monitor", "_settings", "_report"]
+    "where", ["Parameters", "Routers", "_join_ranks", "Delivery", "Monitor", "_collect_settings", "_report"]
 )
 def test_whatever_fails_while_it_is_attached_leaves_no_hook_and_no_recording(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
