@@ -24,7 +24,7 @@ class Vote(NamedTuple):
 
     agree: list[int]
     others: list[int]
-    majority: bool  # else nobody knows who is wrong: those agree who have what the first of them has
+    has_majority: bool  # else nobody knows who is wrong: those agree who have what the first of them has
 
 
 def vote(have: Mapping[int, Hashable]) -> Vote | None:
@@ -32,11 +32,11 @@ def vote(have: Mapping[int, Hashable]) -> Vote | None:
     value, count = Counter(have.values()).most_common(1)[0]
     if count == len(have):
         return None
-    majority = 2 * count > len(have)
-    if not majority:
+    has_majority = 2 * count > len(have)
+    if not has_majority:
         value = have[min(have)]
     agree = sorted(place for place, mine in have.items() if mine == value)
-    return Vote(agree, sorted(have.keys() - agree), majority)
+    return Vote(agree, sorted(have.keys() - agree), has_majority)
 
 
 class Replicas:
@@ -115,7 +115,7 @@ def drifts(union: Union, sites: Sequence[Site], everybodys: Counts) -> tuple[tup
                 apart = union.ranks[behind[0]], union.ranks[first]
             if ranks := tuple(union.ranks[place] for place in decided.others if place not in behind):
                 agree, is_certain = len(decided.agree), bool(everybodys[places, n, 0, 1].all())
-                found.append(Drift(site, ranks, union.ranks[first], agree, decided.majority, is_certain))
+                found.append(Drift(site, ranks, union.ranks[first], agree, decided.has_majority, is_certain))
     return tuple(found), apart
 
 

@@ -48,7 +48,7 @@ class Disagreement:
     """The lowest of the ranks that agree with each other, where these are more than half; else the lowest rank."""
     agree: int
     """The number of ranks that have what the reference has, the reference included."""
-    majority: bool
+    has_majority: bool
     """True: they are more than half of those compared; else nobody knows which are wrong."""
     index: tuple[int, ...] | None = None
     """With ``locate=True``: the first element, in the order of indices, in which the reference and the first of `ranks`
@@ -65,7 +65,7 @@ class Disagreement:
         several = len(self.ranks) > 1
         named = f"{'ranks' if several else 'rank'} {', '.join(map(str, self.ranks))}"
         reference = f"rank {self.reference_rank}"
-        if not self.majority:
+        if not self.has_majority:
             against = f"{reference}, the lowest; no majority agrees"
         elif self.agree > 1:
             against = f"the majority, {reference} and {self.agree - 1} more"
@@ -216,13 +216,13 @@ def _find_disagreements(ranks: Sequence[int], tables: Sequence[_Table]) -> Itera
             decided = vote(have)
             if decided is None:
                 continue
-            agree, others, majority = decided
+            agree, others, has_majority = decided
             missing = [place for place in others if have[place] is None or have[agree[0]] is None]
             for how, places in (("missing", missing), (differs, [each for each in others if each not in missing])):
                 if places:
                     values = None if how == "values" else (have[agree[0]], have[places[0]])
                     those = tuple(ranks[place] for place in places)
-                    yield Disagreement(name, kind, how, those, ranks[agree[0]], len(agree), majority, values=values)
+                    yield Disagreement(name, kind, how, those, ranks[agree[0]], len(agree), has_majority, values=values)
 
 
 def _locate_difference(exchange: Exchange, found: Disagreement, row: _Row, local: torch.Tensor | None) -> Disagreement:

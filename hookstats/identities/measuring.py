@@ -363,11 +363,11 @@ def _is_reduced_coarsely(model: Any) -> bool:
     return any(getattr(hook, "__name__", "") != "allreduce_hook" for hook, _ in getattr(model, "_comm_hooks", ()))
 
 
-def sample_sums(identity: Identity, most: int = MOST) -> Identity:
-    """Return an identity with at most so many of its sums: runs of adjacent ones, spread over all."""
-    if identity.groups <= most:
+def sample_sums(identity: Identity) -> Identity:
+    """Return an identity with at most `MOST` of its sums: runs of adjacent ones, spread over all."""
+    if identity.groups <= MOST:
         return identity
-    runs = most // _RUN
+    runs = MOST // _RUN
     starts = torch.arange(runs, dtype=torch.float64) * (identity.groups - _RUN) / (runs - 1)
     groups = (starts.long()[:, None] + torch.arange(_RUN)).flatten().unique()
     number = torch.full((identity.groups,), -1)

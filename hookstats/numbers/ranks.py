@@ -75,7 +75,7 @@ class Drift(NamedTuple):
     """The lowest of the ranks that agree with each other, where these are more than half; else the lowest rank."""
     agree: int
     """The number of ranks that have what the reference has, the reference included."""
-    majority: bool
+    has_majority: bool
     """True: they are more than half of those compared; else nobody knows which are wrong."""
     is_certain: bool
     """True: a mesh, placements or DistributedDataParallel says so; else they held the same in earlier steps."""
@@ -89,9 +89,9 @@ def drifts_to_json(drifts: Iterable[Drift]) -> list[Any]:
 def drifts_from_json(told: Any) -> tuple[Drift, ...]:
     """Read what `drifts_to_json` gave. ValueError or TypeError for anything else."""
     found = []
-    for name, tensor, ranks, reference, agree, majority, is_certain in told:
+    for name, tensor, ranks, reference, agree, has_majority, is_certain in told:
         is_site, numbers = isinstance(name, str) and isinstance(tensor, str), [*ranks, reference, agree]
         if not is_site or not all(isinstance(each, int) and each >= 0 for each in numbers):
             raise ValueError(f"expected a site and ranks, got {name!r}, {tensor!r}, {numbers}")
-        found.append(Drift(Site(name, tensor), tuple(ranks), reference, agree, bool(majority), bool(is_certain)))
+        found.append(Drift(Site(name, tensor), tuple(ranks), reference, agree, bool(has_majority), bool(is_certain)))
     return tuple(found)

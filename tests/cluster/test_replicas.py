@@ -126,7 +126,7 @@ def test_what_differs_on_one_rank_is_named_by_rank_tensor_and_first_element(faul
         assert [(each.tensor, each.kind, each.index) for each in found[fault]] == FAULTS[fault][1]
         for each in found[fault]:
             assert (each.differs, each.ranks, each.reference_rank) == ("values", (1,), 0)
-            assert (each.agree, each.majority) == ((1, False) if world == 2 else (2, True))
+            assert (each.agree, each.has_majority) == ((1, False) if world == 2 else (2, True))
 
 
 def test_the_sentence_says_who_differs_from_whom_and_in_which_bits() -> None:
@@ -230,7 +230,7 @@ def test_tensors_that_differ_in_name_shape_or_dtype_are_named_and_nobody_hangs()
         }
         assert found["no tensors"] == []
         (each,) = found["all three differ"]
-        assert (each.differs, each.ranks, each.reference_rank, each.majority) == ("form", (1, 2), 0, False)
+        assert (each.differs, each.ranks, each.reference_rank, each.has_majority) == ("form", (1, 2), 0, False)
         assert each.sentence == (
             "weight (param): ranks 1, 2 differ from rank 0, the lowest; no majority agrees: "
             "float32 [1, 1] on rank 0, float32 [1, 2] on rank 1"
