@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -175,6 +176,13 @@ def test_every_public_name_is_there_and_another_one_is_refused() -> None:
     assert dir(hookstats) == sorted(hookstats.__all__)
     with pytest.raises(AttributeError, match="no attribute 'attatch'; expected one of Channels"):
         hookstats.attatch  # noqa: B018
+
+
+def test_the_page_of_the_api_names_all_that_is_public() -> None:
+    named = set(re.findall(r"\w+", (ROOT / "docs" / "api.md").read_text()))
+    rules = [each.function.__name__ for each in hookstats.rules.defaults()]
+    public = {*hookstats.__all__, *hookstats.results.__all__, *hookstats.sinks.__all__, *rules} - {"__version__"}
+    assert not public - named
 
 
 def test_sources_that_are_not_built_are_refused_in_one_line(tmp_path: Path) -> None:
