@@ -14,8 +14,8 @@ from hookstats.attaching import attach
 from hookstats.calibration.experts import ShownRows, Stacked, find_stacked
 from hookstats.calibration.inputs import InputStats, from_site, make_empty
 from hookstats.calibration.results import Calibration
-from hookstats.calibration.weights import LINEAR, Weight, weight_of
-from hookstats.modules.selection import Modules, clean_names, modules_at
+from hookstats.calibration.weights import LINEAR, Weight, find_weight
+from hookstats.modules.selection import Modules, clean_names, find_modules_at
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.watch.arguments import Options
 from hookstats.watch.monitor import Monitor
@@ -68,7 +68,7 @@ def calibrate(
         raise TypeError(f"batches: expected an iterable of batches, such as [batch], got {type(batches).__name__}")
     if not callable(forward):
         raise TypeError(f"forward: expected a function (model, batch), got {forward!r}")
-    chosen = clean_names(model) if modules is None else modules_at(model, modules, None)
+    chosen = clean_names(model) if modules is None else find_modules_at(model, modules, None)
     layers = {name: module for name, module in chosen.items() if isinstance(module, LINEAR)}
     experts = find_stacked(chosen)
     if not layers and not experts:
@@ -90,7 +90,7 @@ def calibrate(
     weights: dict[str, Weight] = {}
     for name, module in chosen.items():
         if name in layers:
-            weights[name] = weight_of(module)
+            weights[name] = find_weight(module)
             inputs[name] = _collect_layer(snapshot, name, module)
         for parameter in experts.get(name, ()):
             weights |= parameter.weights()

@@ -13,7 +13,7 @@ from torch import nn
 
 from hookstats.calibration.experts import find_stacked
 from hookstats.calibration.inputs import InputStats
-from hookstats.calibration.weights import LINEAR, Weight, choose_pruned, compute_smoothing, weight_of
+from hookstats.calibration.weights import LINEAR, Weight, choose_pruned, compute_smoothing, find_weight
 from hookstats.modules.selection import clean_names
 from hookstats.numbers.tables import align_columns, html
 
@@ -216,7 +216,7 @@ def _read(file: Any, name: str) -> InputStats:
 def _read_weights(model: nn.Module, experts: Mapping[str, int]) -> dict[str, Weight]:
     """experts: the input_dim of each expert of stacked ones."""
     named = clean_names(model)
-    weights = {name: weight_of(module) for name, module in named.items() if isinstance(module, LINEAR)}
+    weights = {name: find_weight(module) for name, module in named.items() if isinstance(module, LINEAR)}
     for parameters in find_stacked(named).values():
         for parameter in parameters:
             parameter.input_dim = experts.get(parameter.expert(0))

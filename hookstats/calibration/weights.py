@@ -46,7 +46,7 @@ class Weight(NamedTuple):
         return rows.view(self.groups, -1, rows.shape[1]).amax(1).flatten().double()
 
 
-def weight_of(module: nn.Module) -> Weight:
+def find_weight(module: nn.Module) -> Weight:
     """The weight of a Linear or a convolution."""
     return Weight(module, groups=getattr(module, "groups", 1))
 

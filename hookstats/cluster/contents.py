@@ -29,7 +29,7 @@ class Replica(NamedTuple):
     local: torch.Tensor
 
 
-def contents_of(
+def list_contents(
     model: nn.Module, optimizers: Sequence[Any], buffers: bool, gradients: bool
 ) -> tuple[list[Replica], dict[str, str]]:
     """Return all tensors of a model and of the optimizers' state, and why some are skipped, by name and kind."""
@@ -122,7 +122,7 @@ def checksums(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
     return sums
 
 
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+def read_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return uint8 ``[bytes]``, in the order of the elements; a copy where these do not lie so."""
     return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
@@ -132,7 +132,7 @@ def _cut_chunks(tensors: Sequence[torch.Tensor], at_once: int) -> Iterator[list[
     chunk: list[tuple[int, int, torch.Tensor]] = []
     size = 0
     for number, tensor in enumerate(tensors):
-        for n, content in enumerate(bytes_of(tensor).split(8 * at_once)):
+        for n, content in enumerate(read_bytes(tensor).split(8 * at_once)):
             length = -(-content.numel() // 8)
             if size + length > at_once:
                 yield chunk

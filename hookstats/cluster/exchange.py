@@ -24,7 +24,7 @@ import torch
 import torch.distributed
 from numpy.typing import NDArray
 
-from hookstats.cluster.union import checksum_of, some
+from hookstats.cluster.union import compute_checksum, some
 
 c10d: Any = torch.distributed  # its stores and groups have no types
 Store: TypeAlias = Any
@@ -39,7 +39,7 @@ _made: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary(
 _LOOK = 0.5  # seconds until the first look at the store; later ones are farther apart
 
 
-def default_store() -> Store:
+def find_default_store() -> Store:
     """Connect anew to the store of torch.distributed: the connection of others may be blocked by a long wait.
 
     RuntimeError where this torch has none to give.
@@ -99,7 +99,7 @@ class Exchange:
         self.is_ending = False  # set by another thread: what waits is to raise
         digest = blake2b(repr(self.ranks).encode(), digest_size=8).hexdigest()
         name, made = f"{name}/{digest}", _made.setdefault(c10d.group.WORLD, Counter())
-        self._store = c10d.PrefixStore(f"hookstats/{name}/{made[name]}", default_store())
+        self._store = c10d.PrefixStore(f"hookstats/{name}/{made[name]}", find_default_store())
         made[name] += 1
         self._groups: list[_Group] | None = None
 
@@ -115,7 +115,7 @@ class Exchange:
 
     def gather_texts(self, mine: bytes) -> list[bytes]:
         """Return the text of each rank. Of equal ones one crosses the network; none, where all are equal."""
-        checksums, sizes = self.gather(np.array([checksum_of(mine), len(mine)])).T.tolist()
+        checksums, sizes = self.gather(np.array([compute_checksum(mine), len(mine)])).T.tolist()
         distinct = list(dict.fromkeys(checksums))
         if len(distinct) == 1:
             return [mine] * len(checksums)

@@ -33,7 +33,7 @@ class Group(NamedTuple):
     axes: tuple[MeshAxis, ...]
 
 
-def axes_of(mesh: DeviceMesh) -> tuple[MeshAxis, ...] | None:
+def find_axes(mesh: DeviceMesh) -> tuple[MeshAxis, ...] | None:
     """Return the axes of a mesh through this rank; None where this rank is not part of it."""
     here = mesh.get_coordinate()
     if here is None:
@@ -46,7 +46,7 @@ def axes_of(mesh: DeviceMesh) -> tuple[MeshAxis, ...] | None:
     return tuple(found)
 
 
-def group_of(process_group: Any) -> Group:
+def find_group(process_group: Any) -> Group:
     """Return the ranks that ``process_group=`` names: those of a ProcessGroup, or all of a DeviceMesh.
 
     Raises:
@@ -57,7 +57,7 @@ def group_of(process_group: Any) -> Group:
     rank = dist.get_rank()
     if isinstance(process_group, DeviceMesh):
         ranks = tuple(process_group.mesh.flatten().tolist())
-        axes = axes_of(process_group)
+        axes = find_axes(process_group)
     elif isinstance(process_group, dist.ProcessGroup):
         ranks = tuple(dist.get_process_group_ranks(process_group))
         axes = (MeshAxis("rank", ranks, ranks.index(rank)),) if rank in ranks else None

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hookstats._warn import warn
 from hookstats.cluster.exchange import Exchange
-from hookstats.cluster.groups import check_placements, group_of
+from hookstats.cluster.groups import check_placements, find_group
 from hookstats.cluster.merging import Merging
 from hookstats.cluster.placements import Placements, is_comparable
 from hookstats.cluster.union import Placing, Tables, whole
@@ -42,7 +42,7 @@ class Joined:
         budget: bytes that all ranks' sites together may take on each rank. timeout: seconds, for ranks that are late.
         TypeError, ValueError where process_group or placements are not as `hookstats.attach` has them.
         """
-        group = group_of(process_group)
+        group = find_group(process_group)
         wanted = check_placements(placements, group, names)
         rank = dist.get_rank()
         self._merging = Merging(group.ranks, Tables(budget, spread), timeout)

@@ -23,9 +23,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Placement
 from torch.nn.parallel import DistributedDataParallel
 
-from hookstats.cluster.groups import Group, MeshAxis, Wanted, axes_of
+from hookstats.cluster.groups import Group, MeshAxis, Wanted, find_axes
 from hookstats.cluster.union import Place, TableRow, whole
-from hookstats.modules.channels import input_channels, natural_channels
+from hookstats.modules.channels import find_input_channels, find_natural_channels
 from hookstats.modules.selection import Slot, clean_names
 from hookstats.modules.sharding import LocalShard, Sharding, find_flattened
 from hookstats.numbers.fields import Site
@@ -41,7 +41,7 @@ class DimSpan(NamedTuple):
     size: int
 
 
-def cuts_of(axes: Sequence[MeshAxis], placements: Sequence[Placement], dim: int) -> list[MeshAxis] | None:
+def find_cuts(axes: Sequence[MeshAxis], placements: Sequence[Placement], dim: int) -> list[MeshAxis] | None:
     """Return the axes along which a dimension is cut, in order. None: the channels of a rank do not lie side by side.
 
     From left to right; but what torch writes as _StridedShard comes after the axes to its right: FSDP2 cuts what tensor
@@ -150,7 +150,7 @@ class Placements:
         owners = min(ranks) if own.is_parameter and ranks else "each"
         if axes is None:  # a mesh without this rank
             return Place(size, owners, counts=False, leads=False)
-        cuts = cuts_of(axes, placements, dim)
+        cuts = find_cuts(axes, placements, dim)
         span = None if cuts is None else part_of(size, cuts, self._ranks)
         if span is None or (span.size and channels not in (None, span.size)):  # they do not lie side by side
             span = DimSpan(1, 0, 1)
@@ -210,7 +210,7 @@ class Placements:
         if module is None:
             return None
         is_input = kind_of(site.tensor).is_input
-        natural = input_channels(module, None) if is_input else natural_channels(module)
+        natural = find_input_channels(module, None) if is_input else find_natural_channels(module)
         wide = natural.width if natural is not None else None
         for parameter in list(module._parameters.values()):  # the trainer may replace them meanwhile
             axes = self._find_axes(parameter.device_mesh) if isinstance(parameter, DTensor) else None
@@ -220,7 +220,7 @@ class Placements:
             for dim, size in enumerate(parameter.shape):
                 if wide != size and (wide is not None or dim != 0 or is_input):
                     continue
-                cuts = cuts_of([axis for axis, _ in here], [each for _, each in here], dim)
+                cuts = find_cuts([axis for axis, _ in here], [each for _, each in here], dim)
                 span = part_of(size, cuts, self._ranks) if cuts else None
                 if cuts and span is not None and span.size == channels != size:
                     return span, cuts
@@ -239,7 +239,7 @@ class Placements:
 
     def _find_axes(self, mesh: Any) -> tuple[MeshAxis, ...] | None:
         if mesh not in self._axes:
-            self._axes[mesh] = axes_of(mesh)
+            self._axes[mesh] = find_axes(mesh)
         return self._axes[mesh]
 
     def _find_tensor_parallel_axes(self, data_parallel: list[set[int]]) -> list[MeshAxis]:

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 from hookstats._warn import WarnOnce
-from hookstats.cluster.contents import Replica, bytes_of, checksums, contents_of
+from hookstats.cluster.contents import Replica, checksums, list_contents, read_bytes
 from hookstats.cluster.drifts import vote
 from hookstats.cluster.exchange import Exchange
-from hookstats.cluster.groups import group_of
+from hookstats.cluster.groups import find_group
 from hookstats.cluster.union import some
 from hookstats.numbers.kinds import kind_of
 
@@ -136,10 +136,10 @@ def check_replicas(
     for each in optimizers:
         if not (hasattr(each, "state") and hasattr(each, "param_groups")):
             raise TypeError(f"optimizer: expected an Optimizer or a sequence of them, got {type(each).__name__}")
-    ranks = tuple(sorted(group_of(dist.group.WORLD if process_group is None else process_group).ranks))
+    ranks = tuple(sorted(find_group(dist.group.WORLD if process_group is None else process_group).ranks))
     held, skipped, text, failure, found = list[Replica](), dict[str, str](), _FAILED, None, []
     try:
-        held, skipped = contents_of(model, optimizers, buffers, gradients)
+        held, skipped = list_contents(model, optimizers, buffers, gradients)
         sums = checksums([each.local for each in held]).tolist()
         rows = [[*each[:-1], list(each.local.shape), sum_] for each, sum_ in zip(held, sums, strict=True)]
         text = json.dumps([locate, rows]).encode()
@@ -233,7 +233,7 @@ def _locate_difference(exchange: Exchange, found: Disagreement, row: _Row, local
     """
     dtype = getattr(torch, row.form.split()[0])
     pair, size = (found.reference_rank, found.ranks[0]), math.prod(row.shape) * dtype.itemsize
-    content = bytes_of(local).cpu().numpy() if local is not None and exchange.rank in pair else None
+    content = read_bytes(local).cpu().numpy() if local is not None and exchange.rank in pair else None
     for begin in range(0, size, _AT_ONCE):
         mine = np.zeros((2, min(_AT_ONCE, size - begin)), np.uint8)
         if content is not None:

@@ -108,7 +108,7 @@ class Table(NamedTuple):
         )
 
 
-def checksum_of(text: bytes) -> int:
+def compute_checksum(text: bytes) -> int:
     """Return 64 bits that stand for a text."""
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "little", signed=True)
 

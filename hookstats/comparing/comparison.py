@@ -140,7 +140,7 @@ class Comparison:
         if self._dtype is not None:
             units = np.full(len(bits), rounding.UNIT_ROUNDOFF[self._dtype])
         else:
-            units = rounding.units_of(bits.max(1), pair.is_of_module, is_trained=gap > 0)
+            units = rounding.find_units(bits.max(1), pair.is_of_module, is_trained=gap > 0)
         parted: list[tuple[int, str, Judged, Array]] = []
         for family, judged in pair.judge(units, is_alike=self._dtype is not None).items():
             grown = np.array([self._seen.get((family, kind.name), 0.0) for kind in pair.kinds])

@@ -68,9 +68,9 @@ class SnapshotPair:
         return (self.a, self.b)[which].frame.calls[self._places[which]]
 
     def bits(self) -> Counts:
-        """``[2, n]``: significant bits that the extremes need, see `rounding.bits_of_sites`."""
+        """``[2, n]``: significant bits that the extremes need, see `rounding.count_bits_of_sites`."""
         pairs = zip((self.a, self.b), self._places, strict=True)
-        return np.stack([rounding.bits_of_sites(each.frame)[at] for each, at in pairs])
+        return np.stack([rounding.count_bits_of_sites(each.frame)[at] for each, at in pairs])
 
     def is_equal(self) -> bool:
         """Return whether sites, their order, totals, channels and scalars are the same, bit for bit."""

@@ -130,13 +130,13 @@ def errors(units: Array, kinks: Counts, rows: Array, is_alike: bool) -> Errors:
     )
 
 
-def bits_of_sites(frame: StepFrame) -> Counts:
+def count_bits_of_sites(frame: StepFrame) -> Counts:
     """``[sites]``: significant bits that min and max of each need, as they were measured; 0 where nothing is told."""
     extremes = frame.wholes[[FIELDS.index("min"), FIELDS.index("max")]]
     return np.where(frame.calls > 0, count_bits(extremes).max(0), 0)
 
 
-def units_of(bits: Counts, is_module: NDArray[np.bool_], is_trained: bool = False) -> Array:
+def find_units(bits: Counts, is_module: NDArray[np.bool_], is_trained: bool = False) -> Array:
     """``[sites]``, in order of execution: the unit roundoff by which each may be off.
 
     The coarsest dtype of those up to it: a float32 tensor that is computed from bfloat16 ones is as exact as these. But

@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hookstats import _native
-from hookstats.identities.runs import tensors_in
+from hookstats.identities.runs import list_tensors
 from hookstats.modules import order
 from hookstats.modules.channels import ChannelAxis
 from hookstats.tools.undo import ModuleState, RandomState, eager, pause_statistics
@@ -286,7 +286,7 @@ class _Copy:
         args, kwargs = tree_unflatten(leaves, self._spec)
         own = {f"module.{key}": each for key, each in tensors.items() if isinstance(key, str)}
         self._random.put_back()
-        return tensors_in(functional_call(_Forward(self._module), own, args, kwargs))
+        return list_tensors(functional_call(_Forward(self._module), own, args, kwargs))
 
 
 def _is_changed_by_design(module: nn.Module, parameter: str) -> bool:

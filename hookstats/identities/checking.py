@@ -10,7 +10,7 @@ from torch import nn
 
 from hookstats.identities.layout import IdentityLayout, LocalParameter
 from hookstats.identities.runs import place_of
-from hookstats.identities.spreads import SpreadHook, unit_of
+from hookstats.identities.spreads import SpreadHook, find_unit
 from hookstats.identities.terms import Break, Identity, judge
 from hookstats.numbers.fields import Array
 from hookstats.numbers.identities import MANY, Named
@@ -116,7 +116,7 @@ class Identities:
                 for side in range(2)
             )
             squares, spread = (values[layout.groups[number]] for values in compared[1:])
-            unit = unit_of(each, spreads, [parameters[name] for name in each.parameters])
+            unit = find_unit(each, spreads, [parameters[name] for name in each.parameters])
             given.append((each, left, right, (squares + spread) * unit**2))
         broken = [judge(*one, ()) is not None for one in given]
         held = {name for one, off in zip(given, broken, strict=True) if not off for name in one[0].parameters}

@@ -9,23 +9,23 @@ import torch
 from torch import nn
 
 from hookstats.identities.checking import Identities
-from hookstats.identities.inside import identities_inside
+from hookstats.identities.inside import find_identities_inside
 from hookstats.identities.runs import (
     ChannelPart,
     Reading,
     RepeatableModel,
     Scaled,
-    full_name,
+    draw_powers_of_two,
     is_same,
+    join_name,
+    list_tensors,
     place_of,
-    powers_of_two,
     scale,
     scale_output,
     spreads,
-    tensors_in,
 )
 from hookstats.identities.terms import Identity, Term
-from hookstats.modules.heads import KEY_HEADS, SIZES_OF_HEADS, heads_of, read_number
+from hookstats.modules.heads import KEY_HEADS, SIZES_OF_HEADS, find_heads, read_number
 
 _RUNS = ("channel", "rotated pair", "adjacent pair", "head", "all")
 
@@ -118,7 +118,7 @@ class _Finding:
         largest = 2 if any(each.dtype == torch.float16 for each in own.values()) else 7
         changed: dict[str, torch.Tensor] = {}
         for each in identities:
-            powers = powers_of_two(max(each.groups, 2), self._generator, largest)[: each.groups]
+            powers = draw_powers_of_two(max(each.groups, 2), self._generator, largest)[: each.groups]
             for side, factors in ((each.left, powers), (each.right, 1 / powers)):
                 for term in side:
                     before = changed.get(term.parameter, own[term.parameter].detach())
@@ -128,14 +128,14 @@ class _Finding:
         output = self._runs.run_with(filled | changed)
         if not any(term.offset for each in identities for term in each.left):
             return is_same(output, expected)
-        pairs = zip(tensors_in(output), tensors_in(expected), strict=True)
+        pairs = zip(list_tensors(output), list_tensors(expected), strict=True)
         return all(bool((a - b).norm() <= 0.02 * b.norm()) for a, b in pairs)  # 1 + w is rounded
 
     # Producers
 
     def _find_carriers(self, name: str) -> None:
         """Find which parameters scale a module's output, channel by channel."""
-        outputs = tensors_in(self._runs.calls[name][0].output)
+        outputs = list_tensors(self._runs.calls[name][0].output)
         if not outputs or not outputs[0].dim():
             return
         if not is_same(self._runs.call(name, {}), self._runs.calls[name][0].output):
@@ -143,7 +143,7 @@ class _Finding:
         own = self._runs.fill_zero_vectors(name)
         plain = self._runs.call(name, own)
         for dim in (-1, 1) if outputs[0].dim() > 2 else (-1,):
-            powers = powers_of_two(outputs[0].shape[dim], self._generator) if outputs[0].shape[dim] > 1 else None
+            powers = draw_powers_of_two(outputs[0].shape[dim], self._generator) if outputs[0].shape[dim] > 1 else None
             if powers is None:
                 continue
             wanted = scale_output(plain, dim, powers)
@@ -189,7 +189,7 @@ class _Finding:
     def _split_fused(self, name: str, every: torch.Tensor) -> Iterator[torch.Tensor]:
         width = len(every)
         parent = self._find_module(_find_parent(name))
-        heads = heads_of(parent)
+        heads = find_heads(parent)
         if heads and width % (3 * heads) == 0:
             yield from (each.reshape(-1) for each in every.view(heads, 3, -1).unbind(1))
         of_keys = read_number((parent,), KEY_HEADS) or heads
@@ -216,7 +216,7 @@ class _Finding:
         ]
 
     def _read(self, parts: list[ChannelPart]) -> list[Reading] | None:
-        scaled = [Scaled(each, powers_of_two(len(each.channels), self._generator)) for each in parts]
+        scaled = [Scaled(each, draw_powers_of_two(len(each.channels), self._generator)) for each in parts]
         return self._runs.readers(scaled)
 
     def _repeat(self, parts: list[ChannelPart], others: list[str]) -> list[Identity]:
@@ -241,7 +241,7 @@ class _Finding:
             numbers = torch.arange(count, dtype=torch.float64)
             (groups,) = [places for places, repeats, run in spreads(numbers, count * each.repeats) if run == each.run]
             right.append(
-                Term(full_name(each.module, each.parameter), each.dim, torch.arange(len(groups)), groups.long())
+                Term(join_name(each.module, each.parameter), each.dim, torch.arange(len(groups)), groups.long())
             )
         groups = torch.arange(count)
         return Identity(
@@ -257,12 +257,12 @@ class _Finding:
 
     def _make_terms(self, part: ChannelPart, groups: torch.Tensor) -> tuple[Term, ...]:
         return tuple(
-            Term(full_name(part.module, key), dim, part.channels, groups, offset)
+            Term(join_name(part.module, key), dim, part.channels, groups, offset)
             for key, dim, offset in self._carriers[part.module]
         )
 
     def _find_inside(self, name: str) -> None:
-        self._inside += identities_inside(self._runs, name, self._generator)
+        self._inside += find_identities_inside(self._runs, name, self._generator)
 
     # Pairs
 
@@ -316,7 +316,7 @@ class _Finding:
         self, many: ChannelPart, few: ChannelPart, groups: torch.Tensor, spread: torch.Tensor, number: int
     ) -> bool:
         for _ in range(3):  # two groups that must not be apart may have had the same power
-            powers = powers_of_two(max(number, 2), self._generator)[:number]
+            powers = draw_powers_of_two(max(number, 2), self._generator)[:number]
             sides = [Scaled(many, powers[spread]), Scaled(few, 1 / powers[groups])]
             if self._runs.readers(sides) != [] or any(self._runs.readers([each]) == [] for each in sides):
                 return False  # it changes something, or one side alone does not
@@ -327,7 +327,7 @@ class _Finding:
         every = torch.arange(count)
         yield every
         said = read_number((self._find_module(parent),), SIZES_OF_HEADS)
-        heads = heads_of(self._find_module(parent))
+        heads = find_heads(self._find_module(parent))
         sizes = [
             size for size in dict.fromkeys((said, count // heads if heads else None, count, 64, 128, 32, 16, 8)) if size
         ]
@@ -379,7 +379,7 @@ def _scale_parameter(parameter: torch.Tensor, dim: int, powers: torch.Tensor, of
 
 
 def _close(left: Any, right: Any) -> bool:
-    (a, *_), (b, *_) = tensors_in(left), tensors_in(right)
+    (a, *_), (b, *_) = list_tensors(left), list_tensors(right)
     return a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=torch.finfo(a.dtype).eps * 16, atol=0)
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hookstats.identities.runs import RepeatableModel, full_name, is_same, powers_of_two, scale
+from hookstats.identities.runs import RepeatableModel, draw_powers_of_two, is_same, join_name, scale
 from hookstats.identities.terms import Identity, Term
 
 
@@ -20,7 +20,7 @@ class _Rows(NamedTuple):
     places: torch.Tensor
 
 
-def identities_inside(runs: RepeatableModel, name: str, generator: torch.Generator) -> list[Identity]:
+def find_identities_inside(runs: RepeatableModel, name: str, generator: torch.Generator) -> list[Identity]:
     """Prove which rows and columns of a module's own parameters may be scaled against each other."""
     own = runs.fill_zero_vectors(name)
     rows = [
@@ -42,13 +42,13 @@ def identities_inside(runs: RepeatableModel, name: str, generator: torch.Generat
             continue
         if any(_overlap(each, other) for each in (left, right) for other in taken):
             continue
-        draws = [powers_of_two(len(left.places), generator) for _ in range(2)]
+        draws = [draw_powers_of_two(len(left.places), generator) for _ in range(2)]
         for others in ([], _find_biases(own, right)):
             sides = [left, *_find_biases(own, left)], [right, *others]
             if all(_is_proved(runs, name, own, plain, sides, powers) for powers in draws):
                 groups = torch.arange(len(left.places))
                 terms = [
-                    tuple(Term(full_name(name, e.parameter), e.dim, e.places, groups) for e in side) for side in sides
+                    tuple(Term(join_name(name, e.parameter), e.dim, e.places, groups) for e in side) for side in sides
                 ]
                 found.append(Identity("channels", terms[0], terms[1], len(groups), "", -1, left.places, groups))
                 taken += [left, right]

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from hookstats import _native
-from hookstats.identities.spreads import NO_ROWS, SpreadHook, owner_of
+from hookstats.identities.spreads import NO_ROWS, SpreadHook, find_owner
 from hookstats.identities.terms import Identity
 
 
@@ -100,9 +100,9 @@ class IdentityLayout:
                     value_groups.append(torch.arange(group, group + each.groups))
                     reader = -1
                     if side == 1 and each.kind == "channels" and dims(name) > 1:
-                        if owner_of(name) not in self.readers:
-                            self.readers.append(owner_of(name))
-                        reader = self.readers.index(owner_of(name))
+                        if find_owner(name) not in self.readers:
+                            self.readers.append(find_owner(name))
+                        reader = self.readers.index(find_owner(name))
                     value_readers.append(torch.full((each.groups,), reader))
                     for term in (term for term in terms if term.parameter == name):
                         end = place + len(term.places)
@@ -155,14 +155,14 @@ class IdentityLayout:
         """Return hooks of all modules whose parameters or outputs identities are of. how: more arguments of each."""
         return {
             name: SpreadHook(self.channels.get(name, {}), name in self.readers, *how)
-            for name in self.modules_of(self.identities)
+            for name in self.list_modules(self.identities)
             if name in modules
         }
 
     @staticmethod
-    def modules_of(identities: Iterable[Identity]) -> dict[str, None]:
+    def list_modules(identities: Iterable[Identity]) -> dict[str, None]:
         """Return the modules whose parameters or outputs these are of, each once."""
-        return dict.fromkeys(name for i in identities for name in (*map(owner_of, i.parameters), i.module))
+        return dict.fromkeys(name for i in identities for name in (*map(find_owner, i.parameters), i.module))
 
     def read(self, parts: Mapping[int, Mapping[str, LocalParameter]], home: torch.device) -> torch.Tensor:
         """Return the sums of w g, (w g)^2 and w^2 at each place of some identities, float64[places, 3], on `home`.

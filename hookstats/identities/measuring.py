@@ -24,7 +24,7 @@ from torch import nn
 from hookstats import _native
 from hookstats.identities.checking import Identities
 from hookstats.identities.layout import Compared, IdentityLayout, LocalParameter
-from hookstats.identities.spreads import unit_of
+from hookstats.identities.spreads import find_unit
 from hookstats.identities.terms import UNIT, Identity, Term
 from hookstats.modules import order
 from hookstats.modules.selection import Slot, clean_names
@@ -114,7 +114,7 @@ class JointSums:
             return
         self._part = (self._closed - WHOLE_STEPS) % self._parts
         due = [each.identity for each in self.watched if self._part_of[each.number] == self._part]
-        names = self._layout.modules_of(due)
+        names = self._layout.list_modules(due)
         for name, spread in self._spreads.items():
             spread.is_due = name in names
 
@@ -242,7 +242,7 @@ class JointSums:
         least = UNIT[torch.bfloat16] if any(_is_reduced_coarsely(each()) for each in self._reducing) else 0.0
         units = [0.0] * len(self.watched)
         for each in due:
-            own = unit_of(each.identity, self._spreads, [part.weight for part in parts[each.number].values()])
+            own = find_unit(each.identity, self._spreads, [part.weight for part in parts[each.number].values()])
             units[each.number] = max(own, least) ** 2
         sizes = [each.identity.groups for each in self.watched]
         by_sum = torch.tensor(units, dtype=torch.float64).repeat_interleave(torch.tensor(sizes)).to(home)

@@ -61,14 +61,14 @@ class _Hook(ModuleHook):
         return self._function(self._name, module, *given)
 
 
-def powers_of_two(count: int, generator: torch.Generator, largest: int = 2) -> torch.Tensor:
+def draw_powers_of_two(count: int, generator: torch.Generator, largest: int = 2) -> torch.Tensor:
     """Return float64[count], not all the same: 2 to the power of at most `largest`, or over it."""
     exponents = torch.randint(-largest, largest + 1, (count,), generator=generator)
     exponents[0], exponents[-1] = 1, exponents[-1] if count > 1 and exponents[-1] != 1 else -1
     return torch.exp2(exponents.double())
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
+def list_tensors(value: Any) -> list[torch.Tensor]:
     """Return the floating tensors of what a module was given or has returned."""
     leaves = tree_flatten(value)[0]
     return [
@@ -78,7 +78,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 def is_same(left: Any, right: Any) -> bool:
     """Return whether all tensors are equal, bit for bit (NaN equals NaN)."""
-    pairs = [tensors_in(value) for value in (left, right)]
+    pairs = [list_tensors(value) for value in (left, right)]
     if len(pairs[0]) != len(pairs[1]):
         return False
     return all(
@@ -124,7 +124,7 @@ class RepeatableModel:
         self.output = _copy_tensors(
             self._run(dict.fromkeys(self.modules, self._keep_inputs), dict.fromkeys(self.modules, self._keep))
         )
-        if not tensors_in(self.output):
+        if not list_tensors(self.output):
             raise ValueError(
                 f"forward: expected the model's outputs, got {type(self.output).__name__} without a floating tensor"
             )
@@ -133,7 +133,7 @@ class RepeatableModel:
                 "forward: expected the same output, bit for bit, from a second run with the same random numbers"
             )
 
-    def parameters_of(self, name: str) -> dict[str, nn.Parameter]:
+    def list_parameters(self, name: str) -> dict[str, nn.Parameter]:
         """Return a module's own parameters, and those of modules inside it that are never called themselves."""
         module = self.modules[name]
         found = dict(module.named_parameters(recurse=False))
@@ -158,7 +158,7 @@ class RepeatableModel:
 
     def fill_zero_vectors(self, name: str) -> dict[str, torch.Tensor]:
         """Return a module's parameters with vectors that are 0 as others, so that a scale of them shows."""
-        found = {key: each.detach() for key, each in self.parameters_of(name).items()}
+        found = {key: each.detach() for key, each in self.list_parameters(name).items()}
         widest = max((each.dim() for each in found.values()), default=0)
         generator = torch.Generator().manual_seed(0)
         for key, each in found.items():
@@ -268,10 +268,10 @@ class RepeatableModel:
 
     def width(self, name: str) -> int:
         """Return how many channels a producer has."""
-        return int(tensors_in(self.calls[name][0].output)[0].shape[self.dims[name]])
+        return int(list_tensors(self.calls[name][0].output)[0].shape[self.dims[name]])
 
     def _reading(self, name: str, given: Any, old: Call, scaled: list[Scaled]) -> Reading | None:
-        leaves = [tensors_in(each) for each in (given, (old.args, old.kwargs))]
+        leaves = [list_tensors(each) for each in (given, (old.args, old.kwargs))]
         if len(leaves[0]) != len(leaves[1]):
             return None
         changed = [pair for pair in zip(*leaves, strict=True) if not is_same(*pair)]
@@ -290,7 +290,7 @@ class RepeatableModel:
         """Find the parameter whose columns, divided by the powers, make the module's output what it was."""
         if is_same(self.call(name, {}, *given), old.output):
             return None  # nothing of it is seen, as with weights of 0: that proves nothing
-        for key, parameter in self.parameters_of(name).items():
+        for key, parameter in self.list_parameters(name).items():
             for dim in range(parameter.dim()):
                 if parameter.shape[dim] == len(powers) and parameter.dim() > 1:
                     divided = scale(parameter.detach(), dim, 1 / powers)
@@ -344,7 +344,7 @@ def place_of(name: str) -> str:
     return re.sub(r"\b\d+\b", "*", name)
 
 
-def full_name(module: str, parameter: str) -> str:
+def join_name(module: str, parameter: str) -> str:
     """Return a parameter's name in the model."""
     return f"{module}.{parameter}" if module else parameter
 
@@ -370,7 +370,7 @@ def _copy_value(value: Any) -> Any:
 def _restore_inputs(given: Any, old: Any) -> Any:
     """Return what a module is given, with the tensors of before where they are others."""
     leaves, spec = tree_flatten(given)
-    before = iter(tensors_in(old))
+    before = iter(list_tensors(old))
     for number, each in enumerate(leaves):
         if isinstance(each, torch.Tensor) and (each.is_floating_point() or each.is_complex()):
             earlier = next(before)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hookstats import _native
-from hookstats.identities.runs import tensors_in
+from hookstats.identities.runs import list_tensors
 from hookstats.identities.terms import COARSEST, UNIT, Identity
 from hookstats.modules.order import ModuleHook
 
@@ -113,7 +113,7 @@ class SpreadHook(ModuleHook):
             self._fail(error)
 
     def _see(self, module: nn.Module, args: Any, output: Any) -> None:
-        outputs = [output] if isinstance(output, torch.Tensor) else tensors_in(output)
+        outputs = [output] if isinstance(output, torch.Tensor) else list_tensors(output)
         if not outputs or not outputs[0].requires_grad or not outputs[0].dim():
             return
         self.versions = {
@@ -129,7 +129,7 @@ class SpreadHook(ModuleHook):
         dims = [dim for dim in self._channels if (dim == -1 or y.dim() > 2) and self._has(y, dim)]
         if not dims and not self._is_reader:
             return
-        x = next(map(_get_local, args if args and isinstance(args[0], torch.Tensor) else tensors_in(args)), None)
+        x = next(map(_get_local, args if args and isinstance(args[0], torch.Tensor) else list_tensors(args)), None)
         is_known = bool(dims) and x is not None and x.dim() and x.dtype in _native.DTYPES and x.device == y.device
         plan, sums = self._measure(y, dims, x if is_known else None)
 
@@ -196,20 +196,20 @@ def _plan(tensor: torch.Tensor, channels: dict[int, torch.Tensor], whole: torch.
     )
 
 
-def unit_of(identity: Identity, spreads: Mapping[str, SpreadHook], parameters: Iterable[torch.Tensor]) -> float:
+def find_unit(identity: Identity, spreads: Mapping[str, SpreadHook], parameters: Iterable[torch.Tensor]) -> float:
     """Return the relative rounding of the coarsest arithmetic of an identity's modules.
 
     Where none of them was seen to run, as in a compiled graph, it may be autocast's.
     """
     tensors = list(parameters)
-    ran = [spreads[owner] for name in identity.parameters if (owner := owner_of(name)) in spreads]
+    ran = [spreads[owner] for name in identity.parameters if (owner := find_owner(name)) in spreads]
     seen = set[torch.dtype]().union(*(each.dtypes for each in ran))
     dtypes = seen.union(each.dtype for each in tensors) if seen else {torch.bfloat16, *(t.dtype for t in tensors)}
     unit = max(UNIT.get(dtype, COARSEST) for dtype in dtypes)
     return max(unit, _TF32) if any(each.is_cuda for each in tensors) and _uses_tf32() else unit
 
 
-def owner_of(parameter: str) -> str:
+def find_owner(parameter: str) -> str:
     """Return the name of the module that has a parameter."""
     return parameter.rpartition(".")[0]
 

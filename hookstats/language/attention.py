@@ -12,11 +12,11 @@ from torch.nn.attention import flex_attention as flex
 from hookstats import _native
 from hookstats.language.feeding import Fed
 from hookstats.language.interception import Entering, Interception, Leaving, forget_left_attentions
-from hookstats.language.rows import AttentionRows, attention_rows, check_shapes, logits_rows, problem_of
+from hookstats.language.rows import AttentionRows, attention_rows, check_shapes, explain_problem, measure_logits_rows
 from hookstats.modules import order
 from hookstats.modules.channels import ChannelAxis
-from hookstats.modules.heads import heads_of
-from hookstats.modules.sharding import Sharding, is_dtensor, sharding_of
+from hookstats.modules.heads import find_heads
+from hookstats.modules.sharding import Sharding, find_sharding, is_dtensor
 from hookstats.numbers.fields import Site
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.flags import is_capturing
@@ -50,7 +50,7 @@ class Attention(Fed):
         self._of = of
         self._rows = of.rows
         self.turn = of.turn_on(device)
-        self.heads = None if module is None else heads_of(module)  # where logits have no dimension of heads
+        self.heads = None if module is None else find_heads(module)  # where logits have no dimension of heads
         self._weights = None if weighing is None else weakref.ref(weighing)
 
     def see(self, q: Any, k: Any, mask: Any, is_causal: bool, scale: float | None, softcap: float) -> None:
@@ -59,7 +59,7 @@ class Attention(Fed):
             return
         if torch.compiler.is_compiling():
             is_plain = type(q) is torch.Tensor and (mask is None or type(mask) is torch.Tensor)
-            if is_plain and problem_of(q, k, mask) is None:
+            if is_plain and explain_problem(q, k, mask) is None:
                 ignoring = rows_on(q.device, self.monitor)
                 self._feed(attention_rows(q, k, mask, self.turn, ignoring, self._rows, is_causal, scale, softcap))
         else:
@@ -72,7 +72,7 @@ class Attention(Fed):
         if torch.compiler.is_compiling():
             logits = self._split_heads(logits)
             if logits.dim() == 4 and logits.dtype in _native.DTYPES:
-                self._feed(logits_rows(logits, self.turn, rows_on(logits.device, self.monitor), self._rows))
+                self._feed(measure_logits_rows(logits, self.turn, rows_on(logits.device, self.monitor), self._rows))
         else:
             self.carefully(self._see_logits, logits)
 
@@ -84,7 +84,7 @@ class Attention(Fed):
 
     def note_heads(self, q: Any) -> None:
         """The sites remember that each rank has some of the heads, where it does: q or logits say so, or weights."""
-        sharding = sharding_of(q, q.dim() - 3) if is_dtensor(q) else self._find_sharding(q.shape[-3])
+        sharding = find_sharding(q, q.dim() - 3) if is_dtensor(q) else self._find_sharding(q.shape[-3])
         for hook in self.hooks:
             for entry in hook.spec.entries.values():
                 note_sharding_of(entry, sharding, self._binder.store.clears)
@@ -95,7 +95,7 @@ class Attention(Fed):
         weights: Any = () if module is None else module.parameters()
         for weight in weights:
             if is_dtensor(weight) and weight.dim() == 2 and any(each.is_shard(0) for each in weight.placements):
-                found = sharding_of(weight, 0)
+                found = find_sharding(weight, 0)
                 here = local_part(weight).shape[0]
                 return found._replace(channels=found.channels // here * heads) if here else None
         return None
@@ -116,7 +116,7 @@ class Attention(Fed):
         if found.dim() == 4 and found.dtype in _native.DTYPES and not is_a_mere_shape(found):
             self.note_heads(logits if found is part else found)
             turn, ignoring = self._of.turn_on(found.device), rows_on(found.device, self.monitor)
-            self._feed(logits_rows(found, turn, ignoring, self._rows))
+            self._feed(measure_logits_rows(found, turn, ignoring, self._rows))
 
     def _feed(self, found: AttentionRows) -> None:
         counting = found.row_index, found.kept

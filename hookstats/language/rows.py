@@ -203,7 +203,7 @@ _of_logits = operator(
 )
 
 
-def logits_rows(
+def measure_logits_rows(
     logits: torch.Tensor, turn: torch.Tensor, ignoring: tuple[torch.Tensor, torch.Tensor] | None, rows: int | None
 ) -> AttentionRows:
     """The same, where there are logits: ``[batch, heads, queries, keys]``, of which the smallest numbers are masked."""
@@ -247,7 +247,7 @@ def attention_rows(
 
 def check_shapes(q: Any, k: Any, mask: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return q, k and mask with four dimensions. TypeError, ValueError for what cannot be the attention of q and k."""
-    problem = problem_of(q, k, mask)
+    problem = explain_problem(q, k, mask)
     if problem is not None:
         raise problem
     if q.dim() == 3:  # of one head
@@ -260,7 +260,7 @@ def check_shapes(q: Any, k: Any, mask: Any) -> tuple[torch.Tensor, torch.Tensor,
     return q.reshape(-1, *q.shape[-3:]), k.reshape(-1, *k.shape[-3:]), mask
 
 
-def problem_of(q: Any, k: Any, mask: Any) -> Exception | None:
+def explain_problem(q: Any, k: Any, mask: Any) -> Exception | None:
     """Return the error that says why they are no attention; None: they are. Can be traced."""
     heads, key_heads = (1, 1) if q.dim() == k.dim() == 3 else (q.shape[-3:-2].numel(), k.shape[-3:-2].numel())
     if q.dim() < 3 or k.dim() != q.dim() or q.shape[-1] != k.shape[-1] or q.shape[:-3] != k.shape[:-3]:

@@ -43,7 +43,7 @@ class TokenWeightsHook(order.ModuleHook, Fed):
     def __call__(self, module: Any, args: Any, output: Any) -> None:
         """Waits for the gradient of the logits. Can be traced."""
         if self.is_wanted():
-            logits = logits_in(output)
+            logits = find_logits(output)
             if logits is not None:
                 self._watch(logits)
 
@@ -88,7 +88,7 @@ class TokenWeightsHook(order.ModuleHook, Fed):
         self.hooks[-1].feed(losses[:, None], _find_first(counts))
 
 
-def logits_in(output: Any) -> torch.Tensor | None:
+def find_logits(output: Any) -> torch.Tensor | None:
     """Return the tensor of a model's output that may be logits ``[..., classes]``: named so, or the only one."""
     found = [(path, tensor) for path, tensor in walk(output) if _may_be_logits(tensor)]
     named = [tensor for path, tensor in found if path == _LOGITS]

@@ -33,7 +33,7 @@ class ChannelAxis(NamedTuple):
     width: int | None
 
 
-def parameter_channels(slot: Slot, parameter: torch.Tensor) -> ChannelAxis:
+def find_parameter_channels(slot: Slot, parameter: torch.Tensor) -> ChannelAxis:
     """A weight's channels are its outputs: dimension 0, of a transposed convolution and of [in, out] weights 1.
 
     Each entry of a vector (a bias, the weight of a norm) is a channel of one value, up to MOST_ENTRIES of them. Those
@@ -78,7 +78,7 @@ def _count_spatial_dims(module: nn.Module) -> int | None:
     return None
 
 
-def natural_channels(module: nn.Module) -> ChannelAxis:
+def find_natural_channels(module: nn.Module) -> ChannelAxis:
     """Return where the channels of a module's output lie, from its type. Widths come from its own attributes."""
     spatial = _count_spatial_dims(module)
     if isinstance(module, (nn.Linear, nn.Bilinear)):
@@ -106,13 +106,13 @@ def natural_channels(module: nn.Module) -> ChannelAxis:
     return ChannelAxis(found.dim, None) if lazy else found
 
 
-def input_channels(module: nn.Module, wanted: int | None) -> ChannelAxis | None:
+def find_input_channels(module: nn.Module, wanted: int | None) -> ChannelAxis | None:
     """The channels of a module's input; None for a module whose inputs are indices."""
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return None
     if wanted is not None:
         return ChannelAxis(wanted, None)
-    natural = natural_channels(module)
+    natural = find_natural_channels(module)
     if isinstance(module, nn.Linear):
         return ChannelAxis(-1, module.in_features or None)  # 0: a Lazy module before its first forward
     if isinstance(module, nn.modules.conv._ConvNd):
@@ -125,12 +125,12 @@ def _is_normalisation(module: nn.Module) -> bool:
     return isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm))
 
 
-def channels_of(name: str, module: nn.Module, wanted: int | None) -> ChannelAxis:
+def find_channels(name: str, module: nn.Module, wanted: int | None) -> ChannelAxis:
     """The channels of a module's output, `wanted` being the caller's ``Channels.dim`` for it.
 
     ValueError where the module's type fixes the number of dimensions and `wanted` is not among them.
     """
-    natural = natural_channels(module)
+    natural = find_natural_channels(module)
     if wanted is None:
         return natural
     spatial = _count_spatial_dims(module)
@@ -147,7 +147,7 @@ def channels_of(name: str, module: nn.Module, wanted: int | None) -> ChannelAxis
     return ChannelAxis(wanted, natural.width if same else None)
 
 
-def channel_dim_of(tensor: torch.Tensor, dim: int | None) -> int:
+def find_channel_dim(tensor: torch.Tensor, dim: int | None) -> int:
     """The channel dimension of a tensor that is at hand: what is known of it, else by its number of dimensions."""
     if dim is not None:
         return dim

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from hookstats.modules.channels import natural_channels
+from hookstats.modules.channels import find_natural_channels
 
 _REMEMBERED = 1024  # shapes and widths: as many as a large model has
 
@@ -25,13 +25,13 @@ class Widths(NamedTuple):
     is_leaf: bool
 
 
-def widths_of(module: nn.Module | None) -> Widths:
+def find_widths(module: nn.Module | None) -> Widths:
     """Return the widths that parameters, buffers and the types of the modules inside show."""
     if module is None:
         return Widths(frozenset(), frozenset(), True)
     vectors, inside = set[int](), set[int]()
     for part in module.modules():
-        inside.add(natural_channels(part).width or 1)
+        inside.add(find_natural_channels(part).width or 1)
         for tensor in (*part._parameters.values(), *part._buffers.values()):
             if tensor is None or nn.parameter.is_lazy(tensor) or not tensor.is_floating_point():
                 continue
@@ -69,7 +69,7 @@ class Ran:
         """Return where the latest output of these sizes had its channels."""
         return self._dims.get(sizes)
 
-    def dim_of_ndim(self, ndim: int) -> int | None:
+    def find_dim_of_ndim(self, ndim: int) -> int | None:
         """Return where the latest output with `ndim` dimensions had its channels."""
         return self._dims_by_ndim.get(ndim)
 
@@ -78,7 +78,7 @@ class Ran:
         return (width for width in reversed(self._widths) if width > 1)
 
 
-def channel_dim_by_evidence(x: torch.Tensor, widths: Widths, ran: Ran) -> int:
+def find_channel_dim_by_evidence(x: torch.Tensor, widths: Widths, ran: Ran) -> int:
     """The channel dimension of a module's output, counted from 0."""
     ndim = len(x.shape)
     if ndim < 2 or ndim > 7:  # 7: as far as csrc/ops.h keeps apart
@@ -114,7 +114,7 @@ def _choose_likeliest(dims: list[int], x: torch.Tensor, ran: Ran) -> int:
         square = [dim for dim in dims if len({x.shape[d] for d in range(1, ndim) if d != dim}) == 1]
         if len(square) == 1:
             return square[0]
-    latest = ran.dim_of_ndim(ndim)
+    latest = ran.find_dim_of_ndim(ndim)
     usual = _find_usual_dim(ndim) if latest is None else latest
     return usual if usual in dims else dims[-1]
 

@@ -32,7 +32,7 @@ class GroupSizes(NamedTuple):
 NO_GROUPS = GroupSizes(None, None)
 
 
-def heads_of(attention: nn.Module) -> int | None:
+def find_heads(attention: nn.Module) -> int | None:
     """Return how many heads an attention's attributes say that it has."""
     return read_number((attention,), HEADS)
 
@@ -60,7 +60,7 @@ def group_sizes(modules: Mapping[str, nn.Module]) -> dict[str, GroupSizes]:
 
 def _read_sizes(own: str, module: nn.Module, attention: nn.Module) -> GroupSizes:
     inputs, outputs = read_number((module,), ("in_features", "nx")), read_number((module,), ("out_features", "nf"))
-    heads = heads_of(attention)
+    heads = find_heads(attention)
     if own in _QUERIES | _LATENT:
         return GroupSizes(_find_part(outputs, heads), None)
     if own in _KEYS:

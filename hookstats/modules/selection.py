@@ -158,7 +158,7 @@ def _list_all_slots(named: Mapping[str, nn.Module]) -> dict[str, Slot]:
     return _list_slots(named) | _list_slots(named, of_buffers=True)
 
 
-def modules_at(model: nn.Module, modules: Modules, exclude: Modules) -> dict[str, nn.Module]:
+def find_modules_at(model: nn.Module, modules: Modules, exclude: Modules) -> dict[str, nn.Module]:
     """The modules that are chosen, by clean name. For hooks that must not miss what was asked for.
 
     Raises:

@@ -32,7 +32,7 @@ def is_dtensor(tensor: object) -> bool:
     return isinstance(tensor, torch.Tensor) and hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
-def sharding_of(tensor: Any, dim: int) -> Sharding:
+def find_sharding(tensor: Any, dim: int) -> Sharding:
     """Return how a DTensor lies whose channels are in this dimension."""
     ndim = tensor.dim()
     dim = dim % ndim if ndim else 0

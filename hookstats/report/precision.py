@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hookstats.comparing.rounding import bits_of_sites
+from hookstats.comparing.rounding import count_bits_of_sites
 from hookstats.numbers.fields import ExponentBins, Site
 from hookstats.numbers.kinds import kind_of
 from hookstats.numbers.significands import dtype_of
@@ -71,6 +71,6 @@ def _blocks(snapshot: Snapshot, sites: list[Site]) -> dict[str, Any] | None:
 
 def _is_low(snapshot: Snapshot, sites: set[Site]) -> bool:
     """Tell whether values of few bits are in use. A few such sites may be whole numbers, or loaded from such a file."""
-    bits = bits_of_sites(snapshot.frame)[[site in sites for site in snapshot]]
+    bits = count_bits_of_sites(snapshot.frame)[[site in sites for site in snapshot]]
     low = sum(dtype_of(each) in ("bfloat16", "float16") for each in bits.tolist())
     return bool(low) and int(np.count_nonzero(bits)) <= 10 * low

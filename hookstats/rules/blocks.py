@@ -40,7 +40,7 @@ class BlockFit(NamedTuple):
     standard_error: float  # of both ends of lost, since only some blocks are counted; 0 where all are
 
 
-def block_fits(step: Step, chosen: Mask, name: str) -> list[BlockFit]:
+def fit_blocks(step: Step, chosen: Mask, name: str) -> list[BlockFit]:
     """Return the effect on those of the chosen sites that have blocks of this format's size, not all of them 0."""
     format = BLOCK_FORMATS[name]
     fits = isinstance(step.bins, ExponentBins) and step.bins.block == format.block

@@ -10,7 +10,7 @@ from hookstats.numbers.fields import Array, Counts, ExponentBins, Site
 from hookstats.numbers.frame import StepFrame
 from hookstats.numbers.kinds import KINDS
 from hookstats.numbers.snapshot import Snapshot
-from hookstats.rules.blocks import BLOCK_FORMATS, BlockFit, block_fits
+from hookstats.rules.blocks import BLOCK_FORMATS, BlockFit, fit_blocks
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.formatting import percent
 from hookstats.rules.memory import Memory
@@ -78,7 +78,7 @@ def fit(measured: Snapshot | StepFrame, format: str) -> list[Fit] | list[BlockFi
         size = BLOCK_FORMATS[format].block
         if not isinstance(step.bins, ExponentBins) or step.bins.block != size:
             raise ValueError(f"{format}: expected sites measured with ExponentBins(block={size}), got {step.bins}")
-        return block_fits(step, step.calls > 0, format)
+        return fit_blocks(step, step.calls > 0, format)
     values = _Magnitudes(step, step.calls > 0)
     rows = zip(values.ids.tolist(), *(column.tolist() for column in values.fit(FORMATS[format])), strict=True)
     return [Fit(step.sites[i], format, under, (low, high), scale, best) for i, under, low, high, scale, best in rows]
@@ -200,7 +200,7 @@ def _say_blocks(step: Step, site: int) -> str:
         return ""
     told, chosen = list[str](), np.arange(len(step.sites)) == site
     for name in (name for name, format in BLOCK_FORMATS.items() if format.block == step.bins.block):
-        for each in block_fits(step, chosen, name):
+        for each in fit_blocks(step, chosen, name):
             least, most = map(percent, each.lost)
             error = f" ± {percent(each.standard_error)}" if each.standard_error else ""
             told.append(f"{least if each.lost[0] == each.lost[1] else f'{least} to {most}'}{error} in {name}")

@@ -22,9 +22,9 @@ from torch import nn
 from hookstats import _native
 from hookstats._warn import warn
 from hookstats.modules import order
-from hookstats.modules.channels import channel_dim_of, natural_channels
+from hookstats.modules.channels import find_channel_dim, find_natural_channels
 from hookstats.modules.containers import walk
-from hookstats.modules.selection import Modules, modules_at
+from hookstats.modules.selection import Modules, find_modules_at
 from hookstats.numbers.selection import Globs
 from hookstats.tools import pictures
 
@@ -70,8 +70,8 @@ def capture(
     handles: list[order.Hanging] = []
     captured = Captured(rings, handles)
     try:
-        for name, module in modules_at(model, modules, exclude).items():
-            ring = rings[name] = _Ring(name, every, keep, items, channels, natural_channels(module).dim)
+        for name, module in find_modules_at(model, modules, exclude).items():
+            ring = rings[name] = _Ring(name, every, keep, items, channels, find_natural_channels(module).dim)
             handles.append(order.register(module, _OutputHook(ring)))
     except Exception:
         captured.remove()
@@ -123,7 +123,7 @@ class Captured(Mapping[str, list[Capture]]):
         such capture or item, ImportError without matplotlib (``pip install 'hookstats[report]'``).
         """
         shot = self[name][index]
-        return pictures.feature_maps(
+        return pictures.draw_feature_maps(
             f"{name or '(model)'}, call {shot.call}",
             {
                 label: self._rings[name].item(tensor, item)
@@ -209,13 +209,13 @@ class _Ring:
         """The items and channels of a tensor that are kept."""
         if x.dim() == 0:
             return x
-        dim = channel_dim_of(x, self._channel_dim) % x.dim()
+        dim = find_channel_dim(x, self._channel_dim) % x.dim()
         x = x.narrow(dim, 0, min(self._channels, x.shape[dim]))
         return x if dim == 0 else x[: self._items]
 
     def item(self, x: torch.Tensor, number: int) -> torch.Tensor:
         """Return an item of what is kept, with its channels first if it is an image."""
-        dim = channel_dim_of(x, self._channel_dim) % x.dim() if x.dim() else 0
+        dim = find_channel_dim(x, self._channel_dim) % x.dim() if x.dim() else 0
         if dim:
             x, dim = x[number], dim - 1
         return x.movedim(dim, 0) if x.dim() == 3 else x

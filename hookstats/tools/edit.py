@@ -31,7 +31,7 @@ from torch import nn
 from hookstats import _native
 from hookstats.modules import order
 from hookstats.modules.containers import rebuild, walk
-from hookstats.modules.selection import Modules, modules_at
+from hookstats.modules.selection import Modules, find_modules_at
 from hookstats.numbers.selection import Globs
 
 _GRADIENTS = ("grad_output", "grad_input")
@@ -92,7 +92,7 @@ class Edit:
         reverse = kind == "grad_input"
         on_inputs = kind.endswith("input")
         try:
-            for name, module in modules_at(model, modules, exclude).items():
+            for name, module in find_modules_at(model, modules, exclude).items():
                 hook = (InputEdit if on_inputs else OutputEdit)(self, name, tensor, _find_device(module, model))
                 hook.stage = order.BEFORE_STATISTICS if after != reverse else order.AFTER_STATISTICS
                 self._hooks[name] = hook

@@ -124,7 +124,7 @@ class Probing:
         """Leaves out the last samples and tokens if their number is a width, too, which is no row of them."""
         widths = {size for each in self._model.parameters() for size in each.shape}
         for is_rows in (True, False):
-            name = None if is_rows else self._batch.token_name(of_floats=True)
+            name = None if is_rows else self._batch.name_token(of_floats=True)
             if not is_rows and name is None:
                 return
             count = self._batch.size if name is None else self._batch.length(name)

@@ -10,7 +10,7 @@ import torch
 _COLUMNS = 8
 
 
-def feature_maps(title: str, panels: dict[str, torch.Tensor]) -> Any:
+def draw_feature_maps(title: str, panels: dict[str, torch.Tensor]) -> Any:
     """A panel for each tensor: a small image per channel of [channels, height, width], else one image of the whole.
 
     Panels named "gradient" are red for positive and blue for negative values.

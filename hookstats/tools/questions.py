@@ -80,7 +80,7 @@ class ModelBatch:
         whole = 0 if tokens is None else self.length(tokens)
         return ModelBatch(model, self.replace_tensors(cut), self.batch_dim)
 
-    def token_name(self, of_floats: bool) -> str | None:
+    def name_token(self, of_floats: bool) -> str | None:
         """The tensor of tokens: indices ``[samples, tokens]``, or, where asked for, floats with features behind."""
         return next(self._list_token_names(of_floats), None)
 
@@ -106,7 +106,7 @@ class ModelBatch:
     def _find_length(self, x: torch.Tensor) -> int:
         return x.shape[1 - self.batch_dim]
 
-    def tokens_of(self, name: str) -> torch.Tensor:
+    def find_tokens(self, name: str) -> torch.Tensor:
         """The tensor itself."""
         return self._tensors[name]
 
@@ -134,7 +134,7 @@ class ModelBatch:
         names = {path: name for name, path in self._paths.items()}
         return rebuild(self.given, lambda path, x: change(names[path], x))
 
-    def other_values(self, name: str, where: torch.Tensor) -> torch.Tensor:
+    def draw_other_values(self, name: str, where: torch.Tensor) -> torch.Tensor:
         """A tensor with other values at some ``[samples, tokens]``: of its other samples or tokens, if they differ.
 
         They are indices that the model knows. Where all are equal: the index before, or 1 more of a number.
@@ -175,7 +175,7 @@ def _list_argument_names(model: nn.Module, given: Any) -> dict[str, str]:
 def questions(batch: ModelBatch, is_causal: bool | None, why_not: dict[str, str]) -> Iterator[Question]:
     """Return the questions that this batch allows, in order. why_not: gets the others, and the reason."""
     yield from _ask_samples(batch)
-    name = batch.token_name(of_floats=is_causal is True or _has_mask(batch))
+    name = batch.name_token(of_floats=is_causal is True or _has_mask(batch))
     if name is None:
         for kind in ("later tokens", "padding", "documents", "positions"):
             why_not[kind] = "no tokens are seen in the batch"
@@ -183,7 +183,7 @@ def questions(batch: ModelBatch, is_causal: bool | None, why_not: dict[str, str]
     mask = _mask(batch, name)
     if is_causal is False:
         why_not["later tokens"] = "the model is not causal"
-    elif is_causal is None and batch.tokens_of(name).is_floating_point():
+    elif is_causal is None and batch.find_tokens(name).is_floating_point():
         why_not["later tokens"] = "whether the model is causal is not known: causal=True"
     else:
         yield from _ask_later_tokens(batch, name, mask)
@@ -207,7 +207,7 @@ def _ask_samples(batch: ModelBatch) -> Iterator[Question]:
 
         changed = batch.replace_tensors(replace)
         if all(torch.equal(x, y) for (_, x), (_, y) in zip(walk(changed), walk(batch.given), strict=True)):
-            changed = _replace(batch, {batch.first: batch.other_values(batch.first, free)})  # all rows are equal
+            changed = _replace(batch, {batch.first: batch.draw_other_values(batch.first, free)})  # all rows are equal
         yield Question("samples", changed, free)
 
     def flip(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -231,7 +231,7 @@ def _ask_later_tokens(batch: ModelBatch, name: str, mask: torch.Tensor | None) -
         later = (columns >= begin[:, None]) & (begin >= 0)[:, None]
         if mask is not None:
             later = later & mask
-        values = batch.other_values(name, later)
+        values = batch.draw_other_values(name, later)
         free = columns >= begin[:, None]
         if mask is not None:
             free = free | ~mask  # what padding has for results is nobody's
@@ -255,7 +255,7 @@ def _ask_documents(
     if not changed.any():
         why_not["documents"] = "no row of the batch has two documents"
         return
-    yield Question("documents", _replace(batch, {name: batch.other_values(name, changed)}), changed | ~real)
+    yield Question("documents", _replace(batch, {name: batch.draw_other_values(name, changed)}), changed | ~real)
 
 
 def _ask_positions(
@@ -304,13 +304,13 @@ def _ask_padding(batch: ModelBatch, why_not: dict[str, str]) -> Iterator[Questio
     if mask.all():  # some is made
         mask = mask.clone()
         mask[0, -max(1, mask.shape[1] // 4) :] = False
-        own, x = found[0], batch.tokens_of(found[0])
+        own, x = found[0], batch.find_tokens(found[0])
         marked = ~mask if _TRUE_IS_PADDING.search(own) else mask
         base[own] = (marked if x.shape == marked.shape else marked.T).to(x.device, x.dtype)
-    ids = batch.tokens_of(name)
+    ids = batch.find_tokens(name)
     yield Question(
         "padding",
-        _replace(batch, base | {name: batch.other_values(name, ~mask)}),
+        _replace(batch, base | {name: batch.draw_other_values(name, ~mask)}),
         ~mask,
         base=_replace(batch, base) if base else None,
         padding=None if ids.is_floating_point() else (ids, ~mask if ids.shape == mask.shape else ~mask.T),

@@ -11,9 +11,9 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from hookstats import _native
-from hookstats.modules.channels import parameter_channels
+from hookstats.modules.channels import find_parameter_channels
 from hookstats.modules.selection import Slot
-from hookstats.modules.sharding import explain_unreduced, sharding_of
+from hookstats.modules.sharding import explain_unreduced, find_sharding
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.flags import is_capturing
 from hookstats.watch.memory import Entry, SiteState, StateStore, accumulate, local_part
@@ -230,7 +230,7 @@ def find_part(binder: SiteBinder, each: Parameter, kind: str, tensor: torch.Tens
         each.measured[kind] = True
         binder.leave_out([entry], problem, reason=problem)  # of many norms at once
         return None
-    entry.sharding = None if part is tensor else sharding_of(tensor, entry.channel_dim or 0)
+    entry.sharding = None if part is tensor else find_sharding(tensor, entry.channel_dim or 0)
     return part
 
 
@@ -239,7 +239,7 @@ def find_place(
 ) -> tuple[torch.device, int, int]:
     """Device, width and channel dimension of the state for a parameter or a gradient; `default` for a meta tensor."""
     local = local_part(tensor)
-    channels = parameter_channels(slot, tensor if local is None else local)
+    channels = find_parameter_channels(slot, tensor if local is None else local)
     width = channels.width if keep_channels and channels.width else 1
     device = tensor.device if tensor.device.type in ("cpu", "cuda") else default
     return device, width, channels.dim or 0

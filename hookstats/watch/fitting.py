@@ -6,7 +6,7 @@ import torch
 
 from hookstats import _native
 from hookstats._warn import WarnOnce
-from hookstats.modules.evidence import Ran, channel_dim_by_evidence, widths_of
+from hookstats.modules.evidence import Ran, find_channel_dim_by_evidence, find_widths
 from hookstats.watch.flags import is_capturing
 from hookstats.watch.hooks import SiteHook, SiteSpec
 from hookstats.watch.ignoring import Ignoring
@@ -102,5 +102,5 @@ class Fitting:
         found = spec.dims.get(ndim)
         if found is not None and (not spec.keep_channels or tensor.shape[found] == width):
             return found
-        widths = widths_of(None if spec.module is None else spec.module())
-        return channel_dim_by_evidence(tensor, widths, self._ran)
+        widths = find_widths(None if spec.module is None else spec.module())
+        return find_channel_dim_by_evidence(tensor, widths, self._ran)

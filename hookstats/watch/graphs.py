@@ -15,7 +15,7 @@ from hookstats import _native
 from hookstats._warn import WarnOnce
 from hookstats.modules.containers import walk
 from hookstats.modules.order import on_compiler_import
-from hookstats.modules.sharding import Sharding, is_dtensor, sharding_of
+from hookstats.modules.sharding import Sharding, find_sharding, is_dtensor
 from hookstats.watch.flags import MONITORS
 from hookstats.watch.ignoring import rows_on
 from hookstats.watch.memory import Rows
@@ -140,7 +140,7 @@ def read_sharding_note(note: str, dim: int) -> Sharding | None:
     """Return how the tensor lies of which an operator got a part, channels in this dimension. TypeError: why not."""
     if note.startswith(_PROBLEM):
         raise TypeError(note.removeprefix(_PROBLEM).removeprefix("TypeError: "))
-    return sharding_of(_placed[note], dim) if note else None
+    return find_sharding(_placed[note], dim) if note else None
 
 
 @functools.cache

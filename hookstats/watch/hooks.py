@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from hookstats import _native
-from hookstats.modules.channels import ChannelAxis, natural_channels
+from hookstats.modules.channels import ChannelAxis, find_natural_channels
 from hookstats.modules.containers import REST, walk
 from hookstats.modules.order import ModuleHook
 from hookstats.modules.sharding import Sharding
@@ -73,7 +73,7 @@ class SiteSpec:
             return None if ndim == 0 else -1 if dim == ndim - 1 else dim
         module = None if self.module is None else self.module()
         if module is not None and self.channels.dim is not None and self.channels.dim < -1:
-            natural = natural_channels(module)
+            natural = find_natural_channels(module)
             if natural.dim == self.channels.dim:
                 return 1
         return self.channels.dim

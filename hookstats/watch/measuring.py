@@ -7,7 +7,7 @@ import operator
 import torch
 
 from hookstats import _native
-from hookstats.modules.channels import channel_dim_of
+from hookstats.modules.channels import find_channel_dim
 from hookstats.numbers.fields import Bins, ExponentBins, Site
 from hookstats.numbers.site_stats import SiteStats
 from hookstats.watch.arguments import check_histogram, refuse_device
@@ -49,7 +49,7 @@ def measure(
         raise TypeError(f"measure: expected a dense strided tensor with data, got {tensor.layout} on {tensor.device}")
     if tensor.dtype not in _native.DTYPES:
         raise TypeError(f"measure: expected a tensor of one of {_native.DTYPES}, got {tensor.dtype}")
-    dim = channel_dim_of(tensor, channel_dim)
+    dim = find_channel_dim(tensor, channel_dim)
     keep_channels = channels and tensor.dim() > 0
     if not keep_channels:
         width = 1

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from hookstats.modules.channels import parameter_channels
+from hookstats.modules.channels import find_parameter_channels
 from hookstats.modules.selection import Slot
-from hookstats.modules.sharding import is_dtensor, sharding_of
+from hookstats.modules.sharding import find_sharding, is_dtensor
 from hookstats.numbers.fields import Site
 from hookstats.numbers.frame import BEFORE_CLIPPING, OCCASIONS, OF_OPTIMIZER
 from hookstats.numbers.kinds import kind_of
@@ -120,7 +120,7 @@ class Parameters:
     def _add_sites(self, parameter: Parameter, slot: Slot, tensor: torch.Tensor) -> None:
         """Make the sites that it has as it is now, and had not before: of one that was frozen, those of gradients."""
         device, width, dim = find_place(slot, tensor, parameter.keeps_channels, self._device)
-        has_channels = parameter.keeps_channels and (parameter_channels(slot, tensor).width or 1) > 1
+        has_channels = parameter.keeps_channels and (find_parameter_channels(slot, tensor).width or 1) > 1
         for kind in kinds_of(slot, tensor, self._kinds):
             if kind in parameter.entries:
                 continue
@@ -134,7 +134,7 @@ class Parameters:
             keeps = has_bins and has_channels and channels == width
             entry = self._store.add(site, device, channels, dim, keeps, has_bins)
             entry.channel_dim, entry.group_size = dim, parameter.group_size
-            entry.sharding = sharding_of(tensor, dim) if is_dtensor(tensor) else None
+            entry.sharding = find_sharding(tensor, dim) if is_dtensor(tensor) else None
             parameter.entries[kind] = entry
         is_there = not nn.parameter.is_lazy(tensor) and not tensor.is_meta
         if "param_update" in parameter.entries and is_there:

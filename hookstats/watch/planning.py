@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from hookstats.modules.channels import ChannelAxis, channels_of, input_channels, is_vector, match_names
+from hookstats.modules.channels import ChannelAxis, find_channels, find_input_channels, is_vector, match_names
 from hookstats.modules.heads import NO_GROUPS, GroupSizes, group_sizes
 from hookstats.modules.selection import Modules, Slot, clean_names, find_root, select
 from hookstats.modules.sharding import find_flattened
@@ -60,7 +60,7 @@ class Plan:
         is_root_given = self._root is not None and isinstance(channels.dim, Mapping) and "" in channels.dim
         names = [*self.modules, *([""] if is_root_given else [])]
         self._dims = match_names("Channels.dim", channels.dim, names)
-        self._channels = {name: channels_of(name, m, self._dims.get(name)) for name, m in self.modules.items()}
+        self._channels = {name: find_channels(name, m, self._dims.get(name)) for name, m in self.modules.items()}
         self.device = device_of(model) or torch.device("cpu")  # of what lies on none
         self._devices = {name: device_of(module) or self.device for name, module in self.modules.items()}
         self.keeping = channel_names(channels.which, self.modules, self.parameters)  # modules and parameters
@@ -97,11 +97,11 @@ class Plan:
     def hooks(self) -> Iterator[tuple[nn.Module, SiteSpec, type[SiteHook], torch.device]]:
         """Each hook's module, sites, kind and device."""
         if self._root is not None:
-            channels = input_channels(self._root, self._dims.get("")) or ChannelAxis(None, None)
+            channels = find_input_channels(self._root, self._dims.get("")) or ChannelAxis(None, None)
             spec = SiteSpec("", "", channels, "" in self.keeping, ("input", None), self._root)
             yield self._root, spec, ModelInputHook, self.device
         for name, module in self.modules.items():
-            inputs = input_channels(module, self._dims.get(name))
+            inputs = find_input_channels(module, self._dims.get(name))
             keeps, device, groups = name in self.keeping, self._devices[name], self._groups.get(name, NO_GROUPS)
             if any(self._of_outputs):
                 outputs, kinds = self._channels[name], self._of_outputs

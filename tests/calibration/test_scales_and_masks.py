@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hookstats
-from hookstats.calibration.weights import weight_of
+from hookstats.calibration.weights import find_weight
 from hookstats.results import Calibration, InputStats
 from tests.calibration.small import calibrate_small, llama, rows_of, sentences, watch_inputs
 
@@ -218,7 +218,7 @@ def test_scales_of_a_layer_whose_weight_is_bf16_are_those_of_its_values() -> Non
     calibration = hookstats.calibrate(nn.Sequential(layer), [x])
     expected = (x.double().abs().amax(0) / layer.weight.detach().double().abs().amax(0)).sqrt()
     torch.testing.assert_close(calibration.smoothquant()["0"], expected.float(), rtol=1e-6, atol=0)
-    assert weight_of(layer).largest().dtype == torch.float64
+    assert find_weight(layer).largest().dtype == torch.float64
 
 
 def test_neither_changes_the_model_and_both_read_its_weights_as_they_are_now() -> None:

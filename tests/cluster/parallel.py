@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hookstats
-from hookstats.cluster.groups import group_of
+from hookstats.cluster.groups import find_group
 from hookstats.cluster.joining import Joined
 from hookstats.watch import scalars
 from hookstats.watch.drain import Drain
@@ -81,7 +81,7 @@ def merged(monitor: hookstats.Monitor, model: nn.Module, group: Any = None, plac
         joined.wait(60.0)
         (whole,) = joined.take_arrived()
         joined.close()
-    assert whole.ranks.present == tuple(sorted(group_of(world).ranks))
+    assert whole.ranks.present == tuple(sorted(find_group(world).ranks))
     return snapshot_of(whole), told
 
 

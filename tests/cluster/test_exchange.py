@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hookstats.cluster import exchange
-from hookstats.cluster.exchange import Exchange, default_store
+from hookstats.cluster.exchange import Exchange, find_default_store
 from tests.ranks import outcomes, run
 
 SIZES = (0, 1, 7, 1000, 1 << 19)  # of the last, the leader holds one at a time
@@ -114,4 +114,4 @@ def test_ranks_that_torchrun_started_exchange() -> None:
 def test_another_torch_without_a_store_to_give_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(dist.distributed_c10d, "_get_default_store")
     with pytest.raises(RuntimeError, match=rf"_get_default_store, .* got torch {torch.__version__.split('+')[0]}"):
-        default_store()
+        find_default_store()

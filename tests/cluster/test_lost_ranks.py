@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hookstats import Site
 from hookstats.cluster import exchange
 from hookstats.cluster import merging as merging_room
-from hookstats.cluster.exchange import default_store
+from hookstats.cluster.exchange import find_default_store
 from hookstats.cluster.packing import Packer
 from tests.cluster.merging import ALL, A, merging_of, ranks_of, step_of, submit, train
 from tests.plain import hearing
@@ -25,7 +25,7 @@ B = Site("b", "output")
 
 def is_killed(rank: int, world: int, fan: int) -> Any:
     exchange.FAN = fan
-    merging, store = merging_of(world), default_store()
+    merging, store = merging_of(world), find_default_store()
     with hearing() as told:
         done = train(merging, [0, 10])
         dist.barrier()
@@ -51,7 +51,7 @@ def test_when_a_rank_is_killed_the_others_go_on_alone_and_end_well(fan: int) -> 
 
 def is_frozen(rank: int, world: int) -> Any:
     """Rank 1 does not come within the time that the others wait."""
-    merging, store = merging_of(world), default_store()
+    merging, store = merging_of(world), find_default_store()
     with hearing() as told:
         done = train(merging, [0])
         dist.barrier()
@@ -93,7 +93,7 @@ def test_a_training_that_dies_of_another_ranks_death_dies_of_its_own_error_and_a
 
 def leaves(rank: int, world: int, way: str) -> Any:
     """Rank 0, when the others wait for its next step."""
-    merging, store = merging_of(world), default_store()
+    merging, store = merging_of(world), find_default_store()
     with hearing() as told:
         done = train(merging, [0, 10])
         dist.barrier()
@@ -207,7 +207,7 @@ def test_a_fault_of_ours_leaves_all_alone_with_that_step_and_the_next_is_merged_
 
 def ends_in_flight(rank: int, world: int, way: str) -> Any:
     """Rank 0 ends while it waits for rank 1, which goes on when its process is no more."""
-    store = default_store()
+    store = find_default_store()
     store.set(f"pid/{rank}", str(os.getpid()))
     first = int(store.get("pid/0"))
     merging = merging_of(world)

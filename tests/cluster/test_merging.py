@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hookstats import ExponentBins, Site
 from hookstats.cluster import exchange
 from hookstats.cluster import merging as room
-from hookstats.cluster.exchange import Exchange, default_store
+from hookstats.cluster.exchange import Exchange, find_default_store
 from hookstats.numbers.fields import Bins
 from hookstats.numbers.frame import StepFrame
 from tests.cluster.merging import ALL, A, merging_of, ranks_of, submit, train
@@ -98,7 +98,7 @@ def test_the_number_of_all_reduces_does_not_depend_on_the_number_of_sites() -> N
 
 def comes_late(rank: int, world: int, steps: int) -> Any:
     """Rank 1 begins when the others have measured all their steps, which cost them no time."""
-    merging, store = merging_of(world), default_store()
+    merging, store = merging_of(world), find_default_store()
     with hearing() as told:
         if rank == 1:
             store.wait(["ahead/0", "ahead/2"])

@@ -16,8 +16,8 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hookstats.cluster.groups import Group, MeshAxis, check_placements, group_of
-from hookstats.cluster.placements import Placements, cuts_of, part_of
+from hookstats.cluster.groups import Group, MeshAxis, check_placements, find_group
+from hookstats.cluster.placements import Placements, find_cuts, part_of
 from hookstats.cluster.union import Place, TableRow
 from hookstats.modules.sharding import LocalShard, Sharding
 from hookstats.numbers.fields import Site
@@ -38,7 +38,7 @@ def own(site: tuple[str, str], channels: int, dim: int = -1) -> TableRow:
 
 
 def placed(model: nn.Module, site: tuple[str, str], held: LocalShard, group: Any = None, wanted: Any = None) -> Place:
-    merged = group_of(dist.group.WORLD if group is None else group)
+    merged = find_group(dist.group.WORLD if group is None else group)
     names = [*(name for name, _ in model.named_modules()), *(name for name, _ in model.named_parameters())]
     placements = Placements(model, merged, check_placements(wanted, merged, names), {Site(*site): held}, {})
     return placements(own(site, held.channels or 1))
@@ -57,7 +57,7 @@ def test_the_pieces_of_all_ranks_cover_a_sharded_weight_once(rows: int, shape: t
     for dp in range(shape[0]):
         for tp in range(shape[1]):
             axes = [MeshAxis("dp", tuple(range(shape[0])), dp), MeshAxis("tp", tuple(range(shape[1])), tp)]
-            cuts = cuts_of(axes, (_StridedShard(0, split_factor=shape[1]), Shard(0)), 0)
+            cuts = find_cuts(axes, (_StridedShard(0, split_factor=shape[1]), Shard(0)), 0)
             assert cuts is not None
             span = part_of(rows, cuts, frozenset(range(4)))
             held = list(range(span.offset, span.offset + span.size))
@@ -79,15 +79,15 @@ def test_even_pieces_lie_where_torch_says() -> None:
                 for j in range(shape[1]):
                     whole, at = _compute_local_shape_and_global_offset((24, 6), shape, [i, j], placements)
                     axes = [MeshAxis(str(n), tuple(range(shape[n])), (i, j)[n]) for n in range(2)]
-                    cuts = cuts_of(axes, placements, 0)
+                    cuts = find_cuts(axes, placements, 0)
                     assert cuts is not None
                     assert part_of(24, cuts, frozenset(range(3))) == (24, at[0], whole[0]), (placements, i, j)
 
 
 def test_channels_that_do_not_lie_side_by_side_are_merged_as_totals() -> None:
     axis = MeshAxis("dp", (0, 1), 0)
-    assert cuts_of([axis], [_StridedShard(0, split_factor=2)], 0) is None
-    assert cuts_of([axis], [_StridedShard(0, split_factor=2)], 1) == []
+    assert find_cuts([axis], [_StridedShard(0, split_factor=2)], 0) is None
+    assert find_cuts([axis], [_StridedShard(0, split_factor=2)], 1) == []
     with as_rank(1, 2):
         mesh = init_device_mesh("cpu", (2,))
         held = LocalShard(4, Sharding(mesh, (_StridedShard(0, split_factor=2),), 0, 8))
@@ -125,17 +125,17 @@ def test_where_a_dimension_is_counted_from_another_end_there_are_totals() -> Non
 
 def test_what_names_the_ranks_is_checked() -> None:
     with pytest.raises(ValueError, match=r"expected torch.distributed to be initialized"):
-        group_of(None)
+        find_group(None)
     with as_rank(5, 8):
         with pytest.raises(TypeError, match=r"expected a torch.distributed.ProcessGroup.*or a DeviceMesh, got str"):
-            group_of("world")
+            find_group("world")
         with pytest.raises(ValueError, match=r"expected a group that rank 5 is in, got what .*new_group returns"):
-            group_of(dist.new_group([0, 1]))
+            find_group(dist.new_group([0, 1]))
         with pytest.raises(ValueError, match="expected a group that rank 5 is in, got one of the ranks 0, 1"):
-            group_of(dist.device_mesh.DeviceMesh("cpu", [0, 1]))
-        assert group_of(dist.new_group([1, 5])) == Group((1, 5), (MeshAxis("rank", (1, 5), 1),))
+            find_group(dist.device_mesh.DeviceMesh("cpu", [0, 1]))
+        assert find_group(dist.new_group([1, 5])) == Group((1, 5), (MeshAxis("rank", (1, 5), 1),))
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
-        assert group_of(mesh) == Group(tuple(range(8)), (MeshAxis("dp", (1, 5), 1), MeshAxis("tp", (4, 5, 6, 7), 1)))
+        assert find_group(mesh) == Group(tuple(range(8)), (MeshAxis("dp", (1, 5), 1), MeshAxis("tp", (4, 5, 6, 7), 1)))
 
 
 GROUP = Group((0, 1), (MeshAxis("rank", (0, 1), 0),))

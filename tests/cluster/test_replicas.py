@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel,
 
 import hookstats
 from hookstats.cluster import exchange, replicas
-from hookstats.cluster.contents import contents_of
+from hookstats.cluster.contents import list_contents
 from tests import ranks
 from tests.cluster.bits import ALL_DTYPES, changed_bit, of_bits
 from tests.plain import hearing
@@ -362,7 +362,7 @@ def test_sharded_tensors_are_compared_among_the_ranks_that_hold_the_same_part() 
 def test_names_are_clean_in_a_compiled_model_and_of_a_shared_tensor_the_first() -> None:
     model = Small()
     model.last.weight = model.first.weight
-    held = contents_of(torch.compile(nn.Sequential(model)), [], buffers=True, gradients=True)[0]
+    held = list_contents(torch.compile(nn.Sequential(model)), [], buffers=True, gradients=True)[0]
     names = "scale first.weight first.bias norm.weight norm.bias last.bias seen"
     assert sorted(each.name for each in held) == sorted(f"0.{name}" for name in names.split())
 

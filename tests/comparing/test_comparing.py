@@ -238,13 +238,13 @@ def test_values_that_every_dtype_has_tell_no_dtype() -> None:
 
 def test_what_is_computed_from_coarse_values_is_coarse_but_single_sites_make_no_coarse_program() -> None:
     def units(*bits: int) -> list[float]:
-        return rounding.units_of(np.array(bits), np.ones(len(bits), bool)).tolist()
+        return rounding.find_units(np.array(bits), np.ones(len(bits), bool)).tolist()
 
     low, single = rounding.UNIT_ROUNDOFF["bfloat16"], rounding.UNIT_ROUNDOFF["float32"]
     assert units(24, 8, 24, 0, 8) == [single, low, low, low, low]
     assert units(8, 24, 24, 24, 24, 0, 24) == [low, *[single] * 6]
     assert units(0, 0) == [single, single]
-    assert set(rounding.units_of(np.array([24, 8]), np.ones(2, bool), is_trained=True)) == {low}
+    assert set(rounding.find_units(np.array([24, 8]), np.ones(2, bool), is_trained=True)) == {low}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

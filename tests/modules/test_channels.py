@@ -11,7 +11,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2Model
 
 import hookstats
-from hookstats.modules.evidence import Ran, Widths, channel_dim_by_evidence, widths_of
+from hookstats.modules.evidence import Ran, Widths, find_channel_dim_by_evidence, find_widths
 from hookstats.watch.binding import SiteBinder
 from tests.conftest import check
 from tests.modules.zoo import LayerNorm2d, OwnNorm2d, Upside
@@ -23,12 +23,12 @@ def dim_of(x: torch.Tensor, widths: Widths = NOTHING, *ran: tuple[tuple[int, ...
     before = Ran()
     for sizes, dim in ran:
         before.note(sizes, dim)
-    return channel_dim_by_evidence(x, widths, before)
+    return find_channel_dim_by_evidence(x, widths, before)
 
 
 def test_a_vector_of_its_own_tells_the_channels_of_a_module() -> None:
-    assert dim_of(torch.zeros(2, 7, 4, 10), widths_of(nn.RMSNorm(10))) == 3  # a norm for each head
-    assert dim_of(torch.zeros(2, 16, 5, 6), widths_of(OwnNorm2d(16))) == 1
+    assert dim_of(torch.zeros(2, 7, 4, 10), find_widths(nn.RMSNorm(10))) == 3  # a norm for each head
+    assert dim_of(torch.zeros(2, 16, 5, 6), find_widths(OwnNorm2d(16))) == 1
 
 
 def test_a_leaf_has_the_channels_of_the_latest_output_of_its_shape() -> None:
@@ -64,7 +64,7 @@ def test_a_batch_is_taken_for_channels_only_where_nothing_else_has_their_size() 
     assert dim_of(torch.zeros(8, 5, 6), NOTHING, ((3, 8), 1)) == 2
     batch_last_in_memory = torch.zeros(5, 8, 6, 8).permute(3, 1, 2, 0)
     assert dim_of(batch_last_in_memory, Widths(frozenset({8}), frozenset(), True)) == 1
-    assert channel_dim_by_evidence(torch.empty(8), NOTHING, Ran()) == 0
+    assert find_channel_dim_by_evidence(torch.empty(8), NOTHING, Ran()) == 0
 
 
 def sequence_model() -> nn.Sequential:
