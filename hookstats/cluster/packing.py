@@ -166,8 +166,8 @@ class _Part:
         # Arrays of as many elements as there are sites.
         self._row = np.array([union.place[row.site] for row in table], np.int64)
         rows = list(zip(table, places, strict=True))
-        self._counts = np.array([place.counts and union.counts(row, rank) for row, place in rows], bool)
-        self._leads = self._counts & np.array([place.leads for place in places], bool)
+        self._counts = np.array([place.is_counted and union.is_counted(row, rank) for row, place in rows], bool)
+        self._leads = self._counts & np.array([place.is_leading for place in places], bool)
         is_narrow = union.whole.channels[self._row] == 1
         first = np.where(is_narrow, 0, np.array([place.offset for place in places], np.int64))
         self._begin = union.channel_begin[self._row] + first

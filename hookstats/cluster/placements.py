@@ -128,7 +128,7 @@ class Placements:
         path, _, key = own.site.name.rpartition(".")
         module = self._modules.get(path)
         if flat := self._flat.get(id(module)):  # each rank has other values of it, in one dimension
-            return Place(own.channels, min(flat), leads=dist.get_rank() == min(flat))
+            return Place(own.channels, min(flat), is_leading=dist.get_rank() == min(flat))
         peers, ignored = self._by_ddp.get(id(module), ((), frozenset()))
         return whole(own)._replace(peers=() if key in ignored else peers)
 
@@ -149,7 +149,7 @@ class Placements:
         ranks = self._ranks.intersection(mesh.mesh.flatten().tolist())
         owners = min(ranks) if own.is_parameter and ranks else "each"
         if axes is None:  # a mesh without this rank
-            return Place(size, owners, counts=False, leads=False)
+            return Place(size, owners, is_counted=False, is_leading=False)
         cuts = find_cuts(axes, placements, dim)
         span = None if cuts is None else part_of(size, cuts, self._ranks)
         if span is None or (span.size and channels not in (None, span.size)):  # they do not lie side by side
@@ -201,7 +201,7 @@ class Placements:
         if found is None:
             return self._keep_apart(own, whole(own), self._parallel)
         span, cuts = found
-        placed = Place(span.whole, "each", span.offset, leads=self._is_lowest(cuts))
+        placed = Place(span.whole, "each", span.offset, is_leading=self._is_lowest(cuts))
         return self._keep_apart(own, placed, [axis for axis in self._parallel if axis not in cuts])
 
     def _find_shard_of_own_weight(self, site: Site, channels: int) -> tuple[DimSpan, list[MeshAxis]] | None:

@@ -31,8 +31,8 @@ class Place(NamedTuple):
     channels: int  # of the whole
     owners: Owners
     offset: int = 0  # of its first channel
-    counts: bool = True  # False: another rank of the same mesh holds the same, and counts
-    leads: bool = True  # False: of the ranks that hold parts of one tensor, another one counts the calls
+    is_counted: bool = True  # False: another rank of the same mesh holds the same, and counts
+    is_leading: bool = True  # False: of the ranks that hold parts of one tensor, another one counts the calls
     # The ranks, this one among them, that hold the same of it, or, of what is kept apart, may do so. (): not known.
     peers: tuple[int, ...] = ()
     site: Site | None = None  # under which it is merged, if not its own: apart from other ranks' tensors
@@ -44,7 +44,7 @@ class TableRow(NamedTuple):
     site: Site
     channels: int  # 1 where there are totals alone
     has_bins: bool
-    keep_channels: bool
+    has_channels: bool
     channel_dim: int | None
     group_size: int | None = None
     owners: Owners = "each"
@@ -60,7 +60,7 @@ class TableRow(NamedTuple):
     @property
     def is_narrow(self) -> bool:
         """True for totals alone, and where no tensor has told its width yet."""
-        return self.channels == 1 and not self.keep_channels
+        return self.channels == 1 and not self.has_channels
 
     @property
     def compared_as(self) -> Site | None:
@@ -236,7 +236,7 @@ class Union:
         places = is_wide, begin, channels, np.full_like(channels, 2), np.cumsum(counters) - counters, counters
         self.whole = Sites(
             [row.site for row in self.rows],
-            [row.keep_channels for row in self.rows],
+            [row.has_channels for row in self.rows],
             [row.channel_dim for row in self.rows],
             [row.group_size for row in self.rows],
             self.bins,
@@ -278,7 +278,7 @@ class Union:
         channels, counters = self._count_sizes(self.rows)
         return 8 * int(len(FIELDS) * channels.sum() + counters.sum() + _BESIDES * len(self.sites))
 
-    def counts(self, row: TableRow, rank: int) -> bool:
+    def is_counted(self, row: TableRow, rank: int) -> bool:
         """Return True if a rank whose table has this row counts."""
         lowest, owners = self._owners[row.site]
         return row.owners == owners and (owners != "first" or lowest == rank)
@@ -292,7 +292,7 @@ def _merge_rows(rows: list[TableRow], bins: Bins | None) -> tuple[TableRow, bool
     merged = rows[0]._replace(
         channels=wide[0].channels,
         has_bins=bins is not None and all(row.has_bins for row in rows),
-        keep_channels=all(row.keep_channels for row in wide),
+        has_channels=all(row.has_channels for row in wide),
         channel_dim=dims.pop() if len(dims) == 1 else None,
         group_size=group_sizes.pop() if len(group_sizes) == 1 else None,
     )
@@ -301,7 +301,7 @@ def _merge_rows(rows: list[TableRow], bins: Bins | None) -> tuple[TableRow, bool
 
 
 def _make_total(row: TableRow) -> TableRow:
-    return row if row.is_narrow else row._replace(channels=1, keep_channels=False, channel_dim=None)
+    return row if row.is_narrow else row._replace(channels=1, has_channels=False, channel_dim=None)
 
 
 def _find_owners(rows: list[TableRow]) -> Owners:

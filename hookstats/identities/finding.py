@@ -153,7 +153,7 @@ class _Finding:
                 changed = own | {key: _scale_parameter(own[key], d, powers, offset) for key, d, offset in carriers}
                 got = self._runs.call(name, changed)
                 offset = any(each[2] for each in carriers)
-                if is_same(got, wanted) or (offset and _close(got, wanted)):
+                if is_same(got, wanted) or (offset and _is_close(got, wanted)):
                     self._carriers[name] = carriers
                     self._runs.dims[name] = dim
                     return
@@ -274,7 +274,7 @@ class _Finding:
                 for many in parts:
                     if len(many.channels) < len(few.channels) or not self._may_pair(many, few):
                         continue
-                    if any(_overlap(each, other) for each in (many, few) for other in taken):
+                    if any(_is_overlapping(each, other) for each in (many, few) for other in taken):
                         continue
                     pair = self._prove_pair(parent, many, few)
                     if pair is not None:
@@ -285,7 +285,7 @@ class _Finding:
     def _may_pair(self, many: ChannelPart, few: ChannelPart) -> bool:
         """Return whether both are parts of one output, or outputs as a whole."""
         if many.module == few.module:
-            return not _overlap(many, few)
+            return not _is_overlapping(many, few)
         return all(len(each.channels) == self._runs.width(each.module) for each in (many, few))
 
     def _prove_pair(self, parent: str, many: ChannelPart, few: ChannelPart) -> Identity | None:
@@ -368,7 +368,7 @@ def _find_parent(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _overlap(left: ChannelPart, right: ChannelPart) -> bool:
+def _is_overlapping(left: ChannelPart, right: ChannelPart) -> bool:
     return left.module == right.module and bool(torch.isin(left.channels, right.channels).any())
 
 
@@ -378,7 +378,7 @@ def _scale_parameter(parameter: torch.Tensor, dim: int, powers: torch.Tensor, of
     )
 
 
-def _close(left: Any, right: Any) -> bool:
+def _is_close(left: Any, right: Any) -> bool:
     (a, *_), (b, *_) = list_tensors(left), list_tensors(right)
     return a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=torch.finfo(a.dtype).eps * 16, atol=0)
 

@@ -38,9 +38,9 @@ def find_identities_inside(runs: RepeatableModel, name: str, generator: torch.Ge
     found: list[Identity] = []
     taken: list[_Rows] = []
     for left, right in permutations(rows, 2):
-        if len(left.places) != len(right.places) or len(left.places) < 2 or _overlap(left, right):
+        if len(left.places) != len(right.places) or len(left.places) < 2 or _is_overlapping(left, right):
             continue
-        if any(_overlap(each, other) for each in (left, right) for other in taken):
+        if any(_is_overlapping(each, other) for each in (left, right) for other in taken):
             continue
         draws = [draw_powers_of_two(len(left.places), generator) for _ in range(2)]
         for others in ([], _find_biases(own, right)):
@@ -106,6 +106,6 @@ def _cut_parts(width: int) -> Iterator[torch.Tensor]:
                 yield from every.view(-1, count).unbind(1)
 
 
-def _overlap(left: _Rows, right: _Rows) -> bool:
+def _is_overlapping(left: _Rows, right: _Rows) -> bool:
     same_place = (left.parameter, left.dim) == (right.parameter, right.dim)
     return same_place and bool(torch.isin(left.places, right.places).any())

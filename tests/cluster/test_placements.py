@@ -92,7 +92,7 @@ def test_channels_that_do_not_lie_side_by_side_are_merged_as_totals() -> None:
         mesh = init_device_mesh("cpu", (2,))
         held = LocalShard(4, Sharding(mesh, (_StridedShard(0, split_factor=2),), 0, 8))
         found = placed(nn.Linear(2, 8), ("weight", "param"), held)
-        assert (found.channels, found.owners, found.counts) == (1, 0, True)  # totals
+        assert (found.channels, found.owners, found.is_counted) == (1, 0, True)  # totals
 
 
 def test_a_group_of_some_of_a_meshs_ranks_merges_what_these_hold() -> None:
@@ -106,8 +106,8 @@ def test_a_group_of_some_of_a_meshs_ranks_merges_what_these_hold() -> None:
         assert found.offset == 2
         assert found.owners == 1
         norm = LocalShard(1, Sharding(mesh, (Shard(0), Replicate()), 0, 2))
-        assert not placed(model, ("bias", "param"), norm).counts
-        assert placed(model, ("bias", "param"), norm, mesh["dp"]).counts
+        assert not placed(model, ("bias", "param"), norm).is_counted
+        assert placed(model, ("bias", "param"), norm, mesh["dp"]).is_counted
 
 
 def test_where_a_dimension_is_counted_from_another_end_there_are_totals() -> None:
@@ -118,7 +118,7 @@ def test_where_a_dimension_is_counted_from_another_end_there_are_totals() -> Non
             assert (found.channels, found.site, found.owners) == (channels, site, "each")
         assert placed(model, ("weight", "param"), LocalShard(6, None), wanted={"weight": Shard(-2)}).channels == 12
         assert placed(model, ("weight", "param"), LocalShard(6, None), wanted={"weight": Shard(1)}).channels == 6
-        assert not placed(model, ("", "output"), LocalShard(6, None), wanted={"": Replicate()}).counts
+        assert not placed(model, ("", "output"), LocalShard(6, None), wanted={"": Replicate()}).is_counted
         found = placed(model, ("", "output"), LocalShard(6, None), wanted={"": Shard(1)})
         assert (found.channels, found.offset, found.site) == (1, 0, None)  # totals
 
