@@ -195,19 +195,6 @@ def test_what_is_periodic_is_met_as_often_as_it_occurs(backend: Backend, period:
     assert groups.tolist() == [128 * 32] * 8
 
 
-@pytest.mark.parametrize("block", [8, -64, 1])
-def test_another_block_is_refused(backend: Backend, block: int) -> None:
-    state = State(4, "blocks of 32", backend.device)
-    with pytest.raises(RuntimeError, match=f"block: expected 16, 32, -16 or -32.*got {block}"):
-        backend.ops.accumulate(backend.to_device(normal(2, 4)), *state.tensors, None, 1, 0.0, 0.0, None, None, block)
-
-
-def test_blocks_need_room_for_their_counters(backend: Backend) -> None:
-    state = State(4, "per_tensor", backend.device)
-    with pytest.raises(RuntimeError, match=r"histogram: expected int64 \[1088\]"):
-        backend.ops.accumulate(backend.to_device(normal(2, 4)), *state.tensors, None, 1, 0.0, 0.0, None, None, 32)
-
-
 def test_what_the_counters_say() -> None:
     counts = np.zeros(576, np.int64)
     counts[[0, 1, 4, 39]] = 5, 7, 11, 13

@@ -275,35 +275,6 @@ def test_threads_and_the_order_of_blocks_do_not_show_under_a_mask(
 ROWS, KEPT = listed(torch.ones(3, 4, dtype=torch.bool))
 
 
-@pytest.mark.parametrize(
-    ("rows", "kept", "error", "message"),
-    [
-        (ROWS.long(), KEPT, RuntimeError, r"rows: expected contiguous int32 on cpu, got Long \[3, 4\]"),
-        (ROWS.t(), KEPT, RuntimeError, r"rows: expected contiguous int32 .* with strides \[1, 4\]"),
-        (ROWS, KEPT.long(), RuntimeError, "kept: expected one int32 on cpu, got Long"),
-        (ROWS, ROWS, RuntimeError, r"kept: expected one int32 on cpu, got Int \[3, 4\]"),
-        (ROWS, KEPT + 1, RuntimeError, "kept: expected 0 to 12 rows, got 13"),
-        (ROWS, KEPT - 13, RuntimeError, "kept: expected 0 to 12 rows, got -1"),
-        (ROWS, None, RuntimeError, "expected both rows and kept or neither, got only rows"),
-        (None, KEPT, RuntimeError, "expected both rows and kept or neither, got only kept"),
-    ],
-)
-def test_wrong_rows_say_what_was_expected_and_what_arrived(
-    rows: torch.Tensor | None, kept: torch.Tensor | None, error: type[Exception], message: str
-) -> None:
-    for x in (torch.zeros(3, 4, 5), torch.zeros(9, 5)):  # also where the mask does not apply
-        with pytest.raises(error, match=message):
-            torch.ops.hookstats.accumulate(x, *State(5, "none", "cpu").tensors, None, -1, rows=rows, kept=kept)
-
-
-@pytest.mark.gpu
-def test_rows_on_another_device_are_refused() -> None:
-    x, state = torch.zeros(3, 4, 5, device="cuda"), State(5, "none", "cuda")
-    for rows, kept, message in ((ROWS, KEPT.cuda(), "rows: .* on cuda:0"), (ROWS.cuda(), KEPT, "kept: .* on cuda:0")):
-        with pytest.raises(RuntimeError, match=message):
-            torch.ops.hookstats.accumulate(x, *state.tensors, None, -1, rows=rows, kept=kept)
-
-
 def test_opcheck_with_rows() -> None:
     x, state = normal(3, 4, 5).float().requires_grad_(), State(5, "per_channel", "cpu")
     arguments = (x, *state.tensors, None, -1, 0.0, 0.0, ROWS, KEPT)
