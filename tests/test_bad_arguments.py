@@ -14,22 +14,64 @@ from torch import nn
 import hookstats
 from hookstats.rules import Rule, Step, rule
 
-BAD = [None, 0, -1, 3.5, True, "x", "", b"x", [], ["x"], [1], {}, {"a": 1}, (), object(), float("nan"), float("inf")]
-BAD += [10**30, type]
+VALUES: dict[str, Any] = {
+    "None": None, "0": 0, "-1": -1, "3.5": 3.5, "True": True, "x": "x", "''": "", "b'x'": b"x", "[]": [], "[x]": ["x"],
+    "[1]": [1], "{}": {}, "{a}": {"a": 1}, "()": (), "object": object(), "nan": float("nan"), "inf": float("inf"),
+    "10**30": 10**30, "type": type,
+}  # fmt: skip
+ANY = " ".join(VALUES)
+BAD = list(VALUES.values())
 SAID = ("expected", "matches nothing", "positional argument")  # the last is Python's, of what is called with too few
 
 MODEL = nn.Sequential(nn.Linear(8, 4), nn.ReLU())
-FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "attach": (hookstats.attach, {"model": MODEL}),
-    "Options": (hookstats.Options, {}),
-    "Channels": (hookstats.Channels, {}),
-    "ExponentBins": (hookstats.ExponentBins, {}),
-    "LinearBins": (hookstats.LinearBins, {"lo": 0.0, "hi": 1.0, "n": 4}),
-    "Ranks": (hookstats.Ranks, {}),
-    "capture": (hookstats.capture, {"model": MODEL, "modules": "*"}),
-    "explain": (hookstats.explain, {"model": MODEL}),
-    "measure": (hookstats.measure, {"tensor": torch.ones(3, 4)}),
-    "softmax_rows": (hookstats.softmax_rows, {"logits": torch.ones(3, 4)}),
+Call = tuple[Callable[..., Any], dict[str, Any], dict[str, str]]
+# A function, what it is given beside, and by argument which values it takes: none of the others.
+FUNCTIONS: dict[str, Call] = {
+    "attach": (
+        hookstats.attach,
+        {"model": MODEL},
+        {"model": "", "modules": "None ''", "exclude": "None [] {} ()", "tensors": "", "channels": "True [] {} ()"}
+        | {"histogram": "None", "every": "10**30 type", "rows": "", "budget": "None", "sinks": "[] ()"}
+        | {"process_group": "None", "options": ""},
+    ),
+    "Options": (
+        hookstats.Options,
+        {},
+        {"strict": "True", "memory_budget": "0 True 10**30", "training_only": "None True", "laws": "{}"}
+        | {"attention_rows": "None 10**30", "identities": "None"},
+    ),
+    "Channels": (
+        hookstats.Channels,
+        {},
+        {"which": "True x '' b'x' [] [x] [1] {} {a} ()", "every": "10**30", "group_size": "None {} {a}"}
+        | {"dim": "None 0 -1 {} {a} 10**30"},
+    ),
+    "ExponentBins": (hookstats.ExponentBins, {}, {"per_channel": ANY, "block": "None", "block_dim": "0 -1"}),
+    "LinearBins": (
+        hookstats.LinearBins,
+        {"lo": 0.0, "hi": 1.0, "n": 4},
+        {"lo": "0 -1", "hi": "3.5 True 10**30", "n": "", "per_channel": ANY},
+    ),
+    "Ranks": (hookstats.Ranks, {"group": 3}, {"placements": "None {} {a}", "spread": "True", "timeout": ""}),
+    "Ranks of nobody": (hookstats.Ranks, {}, {"group": ANY.removeprefix("None ")}),
+    "capture": (
+        hookstats.capture,
+        {"model": MODEL, "modules": "*"},
+        {"model": "", "modules": "''", "exclude": "None [] {} ()"}
+        | dict.fromkeys(("every", "items", "channels", "keep"), "10**30"),
+    ),
+    "edit": (
+        hookstats.edit,
+        {"model": MODEL, "modules": "*", "fn": torch.neg},
+        {"model": "", "modules": "''", "fn": "type", "tensor": "", "exclude": "None [] {} ()", "after": "True"},
+    ),
+    "explain": (hookstats.explain, {"model": MODEL}, {"model": ""}),
+    "measure": (
+        hookstats.measure,
+        {"tensor": torch.ones(3, 4)},
+        {"tensor": "", "channel_dim": "None 0 -1 True", "histogram": "None", "channels": "True"},
+    ),
+    "softmax_rows": (hookstats.softmax_rows, {"logits": torch.ones(3, 4)}, {"logits": "", "top_k": "None"}),
 }
 
 
@@ -48,21 +90,58 @@ def arguments(function: Callable[..., Any]) -> list[str]:
     return [name for name, each in inspect.signature(function).parameters.items() if each.kind in kinds]
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_wrong_argument_is_told_with_what_was_expected(name: str) -> None:
-    function, given = FUNCTIONS[name]
-    for argument in arguments(function):
-        for bad in BAD:
+def check(function: Callable[..., Any], given: dict[str, Any], accepted: dict[str, str]) -> None:
+    for argument, values in accepted.items():
+        taken = set()
+        for value, bad in VALUES.items():
             made = refused(lambda: function(**given | {argument: bad}))  # noqa: B023
-            if hasattr(made, "detach") and not isinstance(made, torch.Tensor):
-                made.detach()
+            if made is not None:
+                taken.add(value)
+            if hasattr(made, "__exit__"):
+                made.__exit__(None, None, None)
+        assert taken == set(values.split()), argument
 
 
-def test_a_wrong_argument_of_a_recording_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_wrong_argument_is_refused_with_what_was_expected_and_a_right_one_taken(name: str) -> None:
+    function, given, accepted = FUNCTIONS[name]
+    assert name.startswith("Ranks") or set(arguments(function)) == set(accepted)
+    check(function, given, accepted)
+    assert not any(module._forward_hooks for module in MODEL.modules())
+
+
+def test_a_wrong_argument_of_a_recording_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
-    for argument in arguments(hookstats.record)[1:]:
-        for bad in BAD:
-            refused(lambda: hookstats.record(tmp_path, **{argument: bad}))  # noqa: B023
+    globs = "'' [] {} ()"
+    accepted = {"rules": f"None x [x] {{a}} {globs}", "sinks": globs, "ring_bytes": "None 10**30", "every_rank": "True"}
+    accepted |= {"on_finding": "None type", "escalate": "0 10**30"}
+    assert set(arguments(hookstats.record)[1:]) == set(accepted)
+    check(hookstats.record, {arguments(hookstats.record)[0]: tmp_path / "run"}, accepted)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: hookstats.LinearBins(-3e38, 3e38, 5), "expected lo < hi and a finite range, in float32"),
+        (lambda: hookstats.LinearBins(1, 1 + 1e-12, 5), "expected lo < hi"),
+        (
+            lambda: hookstats.ExponentBins(per_channel=True, block=32),
+            "expected either block or per_channel=True, got both",
+        ),
+        (lambda: hookstats.attach(MODEL, lambda name, module: False), "selected none"),
+        (
+            lambda: hookstats.attach(nn.Conv2d(1, 1, 1), channels=hookstats.Channels(dim=4)),
+            "expected -4 to 3 for '' .Conv2d, whose output has 4 dimensions.*got 4",
+        ),
+        (lambda: hookstats.softmax_rows(torch.zeros(())), "got a tensor of no dimensions"),
+        (lambda: hookstats.softmax_rows(torch.zeros(4, 8), 8), "less than the 8 entries of a row; got 8"),
+        (lambda: hookstats.softmax_rows(torch.zeros(4, 80), 17), "expected 1 to 16, .*; got 17"),
+    ],
+)
+def test_what_is_wrong_together_is_told(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 @pytest.mark.parametrize("judging", hookstats.rules.defaults(), ids=repr)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional
 
 import hookstats
 from hookstats import ExponentBins, LinearBins
@@ -15,75 +12,14 @@ from tests import reference
 from tests.conftest import ROOT
 from tests.numbers.samples import KINDS
 
-N = 300_000
-SCALES = (1.0, 1.2, 1.4, 1.6, 1.7, 1.8, 1.9, 1e-6, 3000.0)  # relative to the edges, which are powers of two
+
+def normal(n: int = 100_000) -> torch.Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(0))
 
 
-@functools.cache
-def data(name: str) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(N, generator=generator)
-    even = torch.rand(N, generator=generator) * 2 - 1
-    return {
-        "normal": x,
-        "relu": x.relu(),
-        "gelu": functional.gelu(x),
-        "silu": functional.silu(x),
-        "laplace": -even.sign() * torch.log1p(-even.abs()),
-        "exponential": -torch.log1p(-even.abs()),
-        "uniform": even,
-        "positive uniform": even.abs(),
-        "lognormal": x.exp(),
-        "dropout": x * (even > 0) * 2,
-        "tanh": x.tanh(),
-        "hardtanh": x.clamp(-1, 1),
-        "relu6": (3 * x).clamp(0, 6),
-        "outliers": torch.where(torch.arange(N) % 1000 == 0, 30 * x, x),
-        "shifted": x + 1.5,
-    }[name]
-
-
-@functools.cache
-def exact(name: str) -> float:
-    return reference.kurtosis(data(name).double().numpy())
-
-
-@pytest.mark.parametrize("name", ["relu", "lognormal"])
-def test_kurtosis_does_not_depend_on_the_sign(name: str) -> None:
-    x = data(name)
+@pytest.mark.parametrize("x", [normal().relu(), normal().exp()], ids=["relu", "lognormal"])
+def test_kurtosis_does_not_depend_on_the_sign(x: torch.Tensor) -> None:
     assert hookstats.measure(-x, None).kurtosis() == pytest.approx(hookstats.measure(x, None).kurtosis())
-
-
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize(
-    ("name", "tolerance"),
-    [
-        ("normal", 0.05),
-        ("laplace", 0.05),
-        ("exponential", 0.08),
-        ("uniform", 0.01),
-        ("positive uniform", 0.01),
-        ("relu", 0.12),
-        ("gelu", 0.12),
-        ("silu", 0.12),
-        ("dropout", 0.05),
-        ("lognormal", 0.2),
-        ("outliers", 0.3),
-        ("shifted", 0.1),
-        ("tanh", 0.25),
-        ("hardtanh", 0.25),
-        ("relu6", 0.25),
-    ],
-)
-def test_kurtosis_at_any_scale(name: str, tolerance: float, scale: float) -> None:
-    assert abs(hookstats.measure(data(name) * scale, None).kurtosis() / exact(name) - 1) <= tolerance
-
-
-@pytest.mark.parametrize("n", [1000, 10_000])
-@pytest.mark.parametrize("seed", range(5))
-def test_kurtosis_of_fewer_values(n: int, seed: int) -> None:
-    x = torch.randn(n, generator=torch.Generator().manual_seed(seed))
-    assert abs(hookstats.measure(x, None).kurtosis() / reference.kurtosis(x.double().numpy()) - 1) <= 0.2
 
 
 def stated() -> list[tuple[str, int, float]]:
@@ -107,7 +43,8 @@ def test_kurtosis_is_as_near_as_is_stated(kind: str, n: int, bound: float) -> No
     generator = np.random.default_rng(n)
     for draw in KINDS[kind]:
         for number in range(4 if n > 10_000 else 20):
-            x = torch.tensor(draw(generator, n) * 2 ** generator.uniform(0, 1))
+            scale = (1.0, 3000.0, 1e-6)[number % 3] * 2 ** generator.uniform(0, 1)  # edges are powers of two
+            x = torch.tensor(draw(generator, n) * scale)
             x = x.to(torch.bfloat16 if number % 2 else torch.float32)
             estimate = hookstats.measure(x, None).kurtosis()
             if abs(x.double().mean()) < 1.9 * x.double().std():
@@ -126,7 +63,7 @@ def test_kurtosis_is_no_estimate_where_most_values_are_a_single_one() -> None:
 
 @pytest.mark.parametrize("outlier", [10.0, 100.0, -1000.0])
 def test_a_single_outlier_is_taken_as_it_is(outlier: float) -> None:
-    x = torch.cat([data("normal")[:100_000], torch.tensor([outlier])])
+    x = torch.cat([normal(), torch.tensor([outlier])])
     expected = reference.kurtosis(x.double().numpy())
     assert hookstats.measure(x, None).kurtosis() == pytest.approx(expected, rel=0.07 if outlier == 10 else 0.005)
 
@@ -140,12 +77,12 @@ def test_kurtosis_of_two_points_is_exact() -> None:
 
 
 def test_kurtosis_is_not_a_number_where_bins_do_not_resolve_the_data() -> None:
-    for x in (data("normal") + 5, torch.full((9,), 3.0), torch.zeros(9), torch.ones(1), torch.full((4,), float("nan"))):
+    for x in (normal() + 5, torch.full((9,), 3.0), torch.zeros(9), torch.ones(1), torch.full((4,), float("nan"))):
         assert np.isnan(hookstats.measure(x, None).kurtosis())
 
 
 def test_kurtosis_needs_a_histogram_with_signs() -> None:
-    x = data("normal")[:100]
+    x = normal(100)
     with pytest.raises(ValueError, match="kurtosis: expected a site with a histogram"):
         hookstats.measure(x, None, None).kurtosis()
     for bins in (ExponentBins(per_channel=True), LinearBins(-1, 1, 5)):

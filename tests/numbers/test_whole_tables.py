@@ -155,6 +155,7 @@ def test_select_takes_the_parts_of_a_container_with_it() -> None:
 BINS = [
     None,
     ExponentBins(),
+    ExponentBins(block=16, block_dim=0),
     ExponentBins(per_channel=True),
     LinearBins(np.float32(-0.1), 1, 7),
     LinearBins(-1, 1, 3, per_channel=True),

@@ -313,16 +313,3 @@ def test_what_follows_from_a_finding_is_kept_and_not_told(caplog: pytest.LogCapt
     assert seen == ["the cause"]
     said = [(each.levelname, each.getMessage()) for each in caplog.records if "the " in each.getMessage()]
     assert said == [("WARNING", "warning: the cause"), ("INFO", "warning: the effect")]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"on_finding": "stop"}, "on_finding: expected 'log', 'raise', None or a callable, got 'stop'"),
-        ({"escalate": -1}, "escalate: expected a number of steps from 0, got -1"),
-        ({"escalate": True}, "escalate: expected a number of steps from 0, got True"),
-    ],
-)
-def test_reactions_that_cannot_be_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        hookstats.record("runs/a", **arguments)

@@ -215,12 +215,6 @@ def test_remove_leaves_the_model_as_it_was() -> None:
 
 def test_wrong_arguments_say_what_was_expected() -> None:
     model = small_cnn()
-    for name in ("every", "items", "channels", "keep"):
-        for value in (0, 2.5, True):
-            with pytest.raises(ValueError, match=f"{name}: expected an int from 1, got {value}"):
-                hookstats.capture(model, "0", **{name: value})
-    with pytest.raises(ValueError, match="modules: the glob '9' matches nothing"):
-        hookstats.capture(model, "9")
     scripted = nn.Sequential(nn.ReLU(), torch.jit.script(nn.ReLU()))  # takes no hooks
     with pytest.raises(RuntimeError, match="not supported on ScriptModules"):
         hookstats.capture(scripted, "*")

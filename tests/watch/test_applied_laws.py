@@ -97,10 +97,3 @@ def test_a_law_that_is_declared_is_not_judged(tmp_path: Path) -> None:
     again = hookstats.load(tmp_path / "b")
     assert again.judge() == []
     assert [each.rule for each in again.judge([hookstats.rules.cross_entropy_gradient])] == ["cross-entropy-gradient"]
-
-
-def test_other_declarations_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"Options.laws: expected some of bias, .*; got biases"):
-        hookstats.Options(laws={"biases": False})
-    with pytest.raises(TypeError, match=r"Options.laws: expected \{name: False\}"):
-        hookstats.Options(laws=["bias"])  # type: ignore[arg-type]

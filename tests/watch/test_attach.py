@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 import hookstats
 from hookstats import ExponentBins, Site
+from hookstats.watch.arguments import OF_LANGUAGE, TENSORS
 from tests.conftest import DEVICES, check
 from tests.models import THREE_KINDS, Containers, Residual, images, small_cnn
 from tests.plain import OF_OUTPUTS, Plain, check_against, together
@@ -98,53 +101,55 @@ def test_every_floating_tensor_in_a_container_is_a_site(kind: str, paths: list[s
     assert len(mon.sites) == len(snapshot)
 
 
-def bits(model: nn.Module) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in (*model.parameters(), *model.buffers())]
+EVERYTHING = {"modules": "*", "tensors": [kind for kind in TENSORS if kind not in OF_LANGUAGE]}
 
 
-def trained(
-    steps: int, attach: bool, recompute: str | None = None, dtype: torch.dtype | None = None
-) -> list[torch.Tensor]:
+def trained(way: str, attached: dict[str, Any] | None, steps: int = 30) -> list[torch.Tensor]:
     """Losses and final weights of a training run."""
+    torch._dynamo.reset()
     torch.manual_seed(0)
-    model: nn.Module = small_cnn()
-    if recompute:
-        body, head = model[:5], model[5:]  # type: ignore[index]
-        reentrant = recompute == "reentrant"
-
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            y = checkpoint(body, x.requires_grad_(), use_reentrant=reentrant)
-            return head(y)  # type: ignore[no-any-return]
-
-    else:
-        forward = model
-    mon = (
-        hookstats.attach(model, every=2, histogram=ExponentBins(True), options=hookstats.Options(strict=True))
-        if attach
-        else None
-    )
+    model = small_cnn()
+    forward: Any = model
+    if way == "compiled":
+        forward = torch.compile(model, backend="aot_eager")
+    elif "reentrant" in way:
+        body, head = model[:5], model[5:]
+        forward = lambda x: head(checkpoint(body, x.requires_grad_(), use_reentrant=way == "reentrant"))  # noqa: E731
+    options = hookstats.Options(strict=True)
+    mon = None if attached is None else hookstats.attach(model, every=2, options=options, **attached)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(steps):
         optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        ignoring = nullcontext() if mon is None or way != "masked" else mon.ignore(torch.arange(16) % 3 == step % 3)
+        with ignoring, torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
             loss = forward(images(seed=step)).float().square().mean()
         loss.backward()
+        clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.detach().clone())
         if mon is not None:
             mon.step(loss=loss)
-    return losses + bits(model)
+    return [*losses, *(each.detach().clone() for each in model.state_dict().values())]
 
 
 @pytest.mark.parametrize(
-    ("recompute", "dtype"),
-    [(None, None), (None, torch.bfloat16), ("reentrant", None), ("non-reentrant", None)],
+    ("way", "attached"),
+    [
+        ("eager", {"histogram": ExponentBins(True)}),
+        ("autocast", {"histogram": ExponentBins(True)}),
+        ("reentrant", {"histogram": ExponentBins(True)}),
+        ("non-reentrant", {"histogram": ExponentBins(True)}),
+        ("eager", EVERYTHING),
+        ("compiled", EVERYTHING),
+        ("masked", EVERYTHING),
+        ("eager", {"rows": 8}),
+    ],
 )
-def test_50_training_steps_are_bit_identical_with_and_without(recompute: str | None, dtype: torch.dtype | None) -> None:
-    with_it, without = trained(50, True, recompute, dtype), trained(50, False, recompute, dtype)
+def test_training_is_bit_identical_with_and_without(way: str, attached: dict[str, Any]) -> None:
+    with_it, without = trained(way, attached), trained(way, None)
     assert all(torch.equal(a, b) for a, b in zip(with_it, without, strict=True))
-    assert not torch.equal(without[0], without[49])
+    assert not torch.equal(without[0], without[29])
 
 
 def test_no_grad_and_inference_mode_measure_the_forward_only() -> None:

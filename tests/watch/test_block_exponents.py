@@ -106,29 +106,6 @@ def test_measure_counts_them_too() -> None:
     assert hookstats.measure(batch(), histogram=ExponentBins(per_channel=True)).blocks is None
 
 
-def test_a_snapshot_goes_through_json_with_its_blocks() -> None:
-    snapshot, _ = trained("blocks of 16 along rows")
-    again = Snapshot.from_dict(snapshot.to_dict())
-    assert again.to_dict() == snapshot.to_dict()
-    blocks = again[Site("0", "output")].blocks
-    assert (blocks.size, blocks.dim) == (16, 0)
-    assert fit(again, "nvfp4") == fit(snapshot, "nvfp4") != []
-
-
-def test_other_statistics_of_the_histogram_are_as_without_blocks() -> None:
-    with_blocks, _ = trained("blocks of 32")
-    net = model()
-    with hookstats.attach(net, every=1, tensors=("output",)) as mon:
-        net(batch())
-        without = mon.snapshot()
-    site = Site("0", "output")
-    for of in (lambda s: s.quantile(0.9), lambda s: s.share_above(0.5), lambda s: s.kurtosis()):
-        assert of(with_blocks[site]) == of(without[site])
-    assert [each[1:] for each in fit(with_blocks, "float16") if each.site.tensor == "output"] == [
-        each[1:] for each in fit(without, "float16")
-    ]
-
-
 def _records(path: Path, bins: ExponentBins) -> tuple[list[Snapshot], hookstats.Run]:
     net, steps = model(), []
     with hookstats.attach(net, every=1, histogram=bins, sinks=[hookstats.record(path), steps.append]) as mon:

@@ -207,6 +207,35 @@ def test_what_never_fires_is_named_once() -> None:
     assert told == []
 
 
+@pytest.mark.parametrize(
+    ("model", "run", "why"),
+    [
+        (nn.MultiheadAttention(4, 2), lambda m: m(*[torch.randn(3, 4)] * 3), "nothing came from out_proj output"),
+        (
+            nn.Linear(4, 4),
+            lambda m: m(torch.empty(0, 4)),
+            r"nothing came from \(model\) output: .* an expert without tokens",
+        ),
+        (nn.Linear(4, 4), lambda m: torch.func.vmap(m)(torch.randn(3, 4)), r"or a tensor inside torch\.func$"),
+        (
+            nn.Linear(4, 4),
+            lambda m: m.eval()(torch.randn(3, 4)),
+            "the model is in evaluation mode, .*: call model.train",
+        ),
+    ],
+    ids=["a module that is never called", "no tokens", "torch.func", "evaluation mode"],
+)
+def test_a_silent_site_is_named_with_what_may_be_the_reason(model: nn.Module, run: Any, why: str) -> None:
+    mon = hookstats.attach(model, "*", tensors="output", every=1)
+    for _ in range(2):
+        run(model)
+        mon.step()
+    run(model)
+    with pytest.warns(UserWarning, match=why):
+        mon.step()
+    assert "did not fire: " in mon.snapshot().table()
+
+
 def test_what_needs_no_gradient_is_not_named() -> None:
     """A frozen layer and what comes behind it, the batch, a table of constants."""
 

@@ -1,4 +1,4 @@
-"""Blocks read as arrays over all sites say what reading them site by site says, wherever the sites lie."""
+"""A step of sites that lie anywhere: groups, selections, copies, JSON, and memory that is given back."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from torch import nn
 
 import hookstats
 from hookstats import ExponentBins, LinearBins, Site, Snapshot
-from hookstats.numbers.fields import FIELDS, STATISTICS, Bins, Stats, fold_channels, histogram_shape
-from hookstats.numbers.frame import COUNTERS, Sites, StepFrame
+from hookstats.numbers.fields import FIELDS, STATISTICS, Bins, histogram_shape
+from hookstats.numbers.frame import Sites, StepFrame
 from hookstats.watch.scalars import Kept, Scalars
-from tests.conftest import BINS
 from tests.frames import Part, Row, layout_of, snapshot_of
 
 
@@ -67,54 +66,6 @@ def copied(seed: int, bins: Bins | None) -> Copied:
         rows.append(Row(Site(f"layer.{number}", kind), part, keeps, dim, size))
     hidden, readings = draw.random(60) < 0.5, draw.integers(1, 4, 60)
     return Copied(rows, bins, devices, words, hidden.tolist(), readings.tolist())
-
-
-def one_by_one(d: Copied) -> tuple[dict[Site, tuple[Any, ...]], list[Site]]:
-    """The sites that are shown: calls, state, histogram, whether channels are kept; and the order of execution."""
-    shown: dict[Site, tuple[Any, ...]] = {}
-    fired: dict[Site, tuple[int, int]] = {}
-    together: dict[tuple[str, int, int], int] = {}
-    for row, hidden, reading in zip(d.rows, d.hidden, d.readings, strict=True):
-        part, fields = row.part, len(FIELDS) * row.part.channels
-        memory = d.blocks[part.block][part.begin : part.begin + fields + COUNTERS + part.counters]
-        calls, first = memory[fields : fields + COUNTERS].tolist()
-        if hidden and not calls:
-            continue
-        state = memory[:fields].view(np.float64).reshape(len(FIELDS), part.channels)
-        shape = histogram_shape(d.bins, part.channels)
-        counts = memory[fields + COUNTERS :].reshape(shape) if part.counters else None
-        shown[row.site] = (calls, state, counts, row.keep_channels, row.channel_dim)
-        if calls:
-            device = d.devices[part.block]
-            if row.site.tensor.startswith("param"):
-                first = together.setdefault((row.site.tensor, device, reading), first)
-            fired[row.site] = (device, first)
-    return shown, sorted(fired, key=fired.__getitem__)
-
-
-@pytest.mark.parametrize("bins", ["none", "per_tensor", "per_channel", "linear_per_channel"])
-@pytest.mark.parametrize("seed", range(6))
-def test_all_sites_at_once_are_what_each_is_by_itself(seed: int, bins: str) -> None:
-    d = copied(seed, BINS[bins])
-    shown, order = one_by_one(d)
-    frame = d.frame().drop_hidden()
-    snapshot = Snapshot(frame)
-    assert list(snapshot) == list(shown)
-    assert snapshot.order == order
-    for i, (site, (calls, state, counts, keeps, dim)) in enumerate(shown.items()):
-        stats = snapshot[site]
-        scale = 4.0 if site.tensor.startswith("grad_") else 1.0
-        assert (stats.calls, stats._per_channel, stats.channel_dim, stats._scale) == (calls, keeps, dim, scale)
-        np.testing.assert_array_equal(stats._measured, state)
-        assert (stats._histogram is None) == (counts is None)
-        if counts is not None:
-            np.testing.assert_array_equal(stats._histogram, counts)
-        np.testing.assert_array_equal(frame.wholes[:, i], fold_channels(state))
-        if scale == 1:
-            assert frame.totals.rms[i] == pytest.approx(Stats(fold_channels(state)).rms, nan_ok=True, rel=1e-15)
-    widths = [state.shape[1] if keeps else 0 for _, state, _, keeps, _ in shown.values()]
-    assert frame.sites.widths.tolist() == widths
-    assert len(frame.channels.mean) == sum(widths)
 
 
 @pytest.mark.parametrize("seed", range(3))

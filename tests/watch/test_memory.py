@@ -18,7 +18,6 @@ from hookstats import LinearBins, _native
 from hookstats._native import COUNTERS
 from hookstats.numbers.fields import FIELDS
 from hookstats.watch import binding
-from hookstats.watch.flags import Flags
 from hookstats.watch.memory import StateStore
 from tests.conftest import check
 from tests.models import THREE_KINDS
@@ -298,11 +297,6 @@ def test_what_is_kept_of_a_step_never_changes() -> None:
     assert len({state.tobytes() for state in before}) == 12
     for each, state in zip(kept, before, strict=True):
         np.testing.assert_array_equal(state_in(each), state)
-
-
-def test_a_device_has_one_flag_by_whatever_name_it_is_asked_for() -> None:
-    flags = Flags()
-    assert flags.on(torch.device("cpu:0")) is flags.on(torch.device("cpu")) is flags.host
 
 
 def test_a_monitor_that_the_garbage_collector_takes_while_a_program_is_traced_is_no_part_of_it() -> None:

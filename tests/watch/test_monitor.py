@@ -375,9 +375,10 @@ def test_a_gradient_that_arrives_after_its_step_lands_in_the_open_one() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_no_step_waits_and_every_snapshot_arrives() -> None:
+@pytest.mark.parametrize("channels_every", [1, 3])
+def test_on_a_gpu_no_step_waits_and_every_snapshot_arrives(channels_every: int) -> None:
     net = model().cuda()
-    mon = hookstats.attach(net, every=2)
+    mon = hookstats.attach(net, every=2, channels=hookstats.Channels(every=channels_every))
     arrived: list[Any] = []
     x = torch.randn(6, 4, device="cuda")
     net(x).square().sum().backward()  # the extension's own first use is outside
@@ -399,4 +400,5 @@ def test_on_a_gpu_no_step_waits_and_every_snapshot_arrives() -> None:
         if snapshot is not None and snapshot.step <= 8:
             assert snapshot["0", "output"].total.mean == pytest.approx(plain.mean().item(), rel=1e-5)
             assert snapshot["0", "grad_output"].calls == 1
+            assert (snapshot["0", "output"].channels is None) == (channels_every == 3 and snapshot.step in (2, 4, 8))
             assert set(snapshot.scalars) == {"loss", "lr"}

@@ -272,12 +272,6 @@ def test_a_standard_error_holds_and_is_none_where_all_is_read() -> None:
     assert whole.mean == whole.rms == whole.share == 0
 
 
-@pytest.mark.parametrize("rows", [0, -8, 2.0, True, "8", None, 1 << 17])
-def test_other_rows_are_refused(rows: Any) -> None:
-    with pytest.raises(ValueError, match="rows: expected an int from 1 to 65536, to read every so-many-th row; got"):
-        hookstats.attach(nn.Linear(4, 4), rows=rows)
-
-
 def test_nothing_is_warned_of() -> None:
     with hearing() as heard:
         measured(tokens(64, 32), -1)
