@@ -289,28 +289,6 @@ def test_reduce_overhead_gives_eagers_numbers_and_uses_its_graphs(how: str) -> N
     assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
 
 
-def test_two_streams_measure_two_sites_at_once() -> None:
-    layers = [nn.Linear(512, 512).cuda() for _ in range(2)]
-    model = nn.ModuleList(layers)
-    mon = hookstats.attach(model, modules=lambda name, module: isinstance(module, nn.Linear))
-    inputs = [torch.randn(4096, 512, device="cuda") for _ in range(2)]
-    outputs = [layer(x).detach() for layer, x in zip(layers, inputs, strict=True)]
-    mon.reset()
-    torch.cuda.synchronize()
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    for _ in range(20):
-        for stream, layer, x in zip(streams, layers, inputs, strict=True):
-            with torch.cuda.stream(stream), torch.no_grad():
-                layer(x)
-    torch.cuda.synchronize()
-    for name, y in enumerate(outputs):
-        stats = mon.snapshot()[str(name), "output"]
-        assert stats.calls == 20
-        assert stats.total.count == 20 * y.numel()
-        check(hookstats.measure(y), y, -1)
-        assert stats.total.rms == pytest.approx(y.double().square().mean().sqrt().item(), rel=1e-5)
-
-
 def test_a_mixed_precision_step_on_the_gpu_waits_for_nothing() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
