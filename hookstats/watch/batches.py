@@ -57,7 +57,7 @@ class Parameter:
         if module is None:
             return None
         kept = module._buffers if self.is_buffer else module._parameters
-        tensor = kept[self.key] if self.key in kept else None  # a ScriptModule's have no `get`
+        tensor = kept[self.key] if self.key in kept else None  # noqa: SIM401, a ScriptModule's have no `get`
         if tensor is None or self.is_buffer:
             return tensor
         stepped: torch.Tensor | None = getattr(tensor, "main_param", tensor)
