@@ -188,7 +188,7 @@ def no_progress(
     is_new, memory["was_ill"] = (never or stands) and not memory.get("was_ill", False), never or stands
     text = "the loss is {value} after {steps} steps, and began at {threshold}: "
     text += (
-        "nothing has been learned that shows in it. "
+        "nothing has been learned. "
         if never
         else (
             "it was {before} after half of them, and has stopped falling. Such a loss is often that of predicting how "

@@ -101,7 +101,7 @@ def outlier_channels(
     def which(site: int) -> str:
         beyond, stay = int((ratios[site] > ratio).sum()), len(staying[site])
         same = "the same" if stay == beyond else f"{stay:,} of them the same"
-        return f"{times(beyond, 'channel')} exceed{'s' if beyond == 1 else ''} {number(ratio)} times, {same}"
+        return f"{times(beyond, 'channel')} exceed{'s' if beyond == 1 else ''} {number(ratio)} times it, {same}"
 
     text = (
         "channel {worst} of {tensor} reaches {reached}, {value} times the median channel; {which} since step {since}. "
