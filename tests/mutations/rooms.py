@@ -24,7 +24,7 @@ MUTANTS = [
         "hookstats/rules/history.py",
         "self._values[ids, pushed % self._length]",
         "self._values[ids, (pushed + 1) % self._length]",
-        "tests/rules/test_guards.py",
+        "tests/rules/test_engine.py -k window",
     ),
     Mutant(
         "a site that is well again goes on with its streak",

@@ -34,7 +34,7 @@ from hookstats.rules import (
     update_ratio,
     vanishing_gradients,
 )
-from hookstats.rules.history import Streak, Window
+from hookstats.rules.history import Streak
 
 
 def step_of(number: int, tensors: dict[tuple[str, str], torch.Tensor], **scalars: float) -> Snapshot:
@@ -229,21 +229,6 @@ def test_gradients_that_all_fall_together_do_not_vanish() -> None:
     assert told(vanishing_gradients, [gradients(step) for step in range(60)]) == []
     cut = [gradients(step, one=1.0 if step < 40 else 1e-6) for step in range(60)]
     assert told(vanishing_gradients, cut) == [(44, "vanishing-gradients")]
-
-
-def test_a_window_keeps_the_last_values_of_each_site_and_what_is_silent_keeps_its_own() -> None:
-    window, pushed = Window(5, min_history=2), [[], [], []]
-    generator = np.random.default_rng(1)
-    for step in range(20):
-        sites = 2 if step < 3 else 3
-        values, chosen = generator.standard_normal(sites), generator.random(sites) < 0.6
-        window.push(values, np.flatnonzero(chosen))
-        for i in np.flatnonzero(chosen):
-            pushed[i].append(values[i])
-        median = window.median(sites)
-        for i in range(sites):
-            last = sorted(pushed[i][-5:])
-            assert np.array_equal(median[i], last[(len(last) - 1) // 2] if len(last) >= 2 else np.nan, equal_nan=True)
 
 
 def test_a_streak_grows_while_a_site_is_ill_and_waits_while_it_is_not_judged() -> None:

@@ -12,7 +12,6 @@ import torch
 
 from hookstats import Snapshot
 from hookstats.rules import Finding, Rule, gradient_norm_spike, judge, loss_spike
-from hookstats.rules.history import Course
 from tests.rules.test_guards import step_of
 
 
@@ -168,17 +167,3 @@ def test_a_new_level_of_the_gradients_is_one_jump(generator: np.random.Generator
     values = np.exp(0.1 * generator.standard_normal(200))
     values[100:] *= 50
     assert norms(values) == [(100, "note")]
-
-
-def test_the_course_of_positive_numbers_is_measured_in_logarithms() -> None:
-    course = Course(3)
-    for value in (100.0, 1.0, math.e, math.e**2):
-        course.push(value)
-    assert course.level == pytest.approx((math.e + math.e**2) / 2)
-    distances = np.log([1 / 100, math.e / 50.5, math.e**2 / math.e])  # from the median of those before
-    deviation = 1.4826 * np.median(np.abs(distances - np.median(distances)))
-    assert course.deviation == pytest.approx(deviation)
-    assert course.limit(1.0, 0.0) == pytest.approx(course.level * math.exp(max(np.median(distances), 0) + deviation))
-    course.push(-1.0)
-    assert not course.in_logs
-    assert course.limit(0.0, 2.0) == pytest.approx(course.level + 2 * (math.e**2 - math.e))
