@@ -158,4 +158,4 @@ def test_a_loss_that_alone_is_not_finite_is_told_with_its_first_step(since: int)
         snapshot.scalars["loss"] = math.nan
     (found,) = judge(thinned(snapshots, 10), [nonfinite])
     assert (found.step, found.site, found.severity) == (since, None, "critical")
-    assert "every watched tensor is finite" in found.sentence
+    assert "the loss is nan, and every watched tensor is finite" in found.sentence

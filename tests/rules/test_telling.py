@@ -170,14 +170,6 @@ def test_what_begins_in_backward_is_said_to() -> None:
     assert "It began in backward, where all outputs are finite" in finding.sentence
 
 
-def test_a_loss_that_alone_is_not_finite_is_said_to_be() -> None:
-    snapshots = steps(nn.Sequential(nn.Linear(2, 2)), [torch.ones(1, 2)] * 2)
-    snapshots[1].scalars["loss"] = math.nan
-    (finding,) = judge(snapshots, [nonfinite])
-    assert (finding.step, finding.site) == (1, None)
-    assert "the loss is nan, and every watched tensor is finite" in finding.sentence
-
-
 class Masked(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.masked_fill(torch.eye(2, dtype=torch.bool), -math.inf)
