@@ -6,6 +6,20 @@ from tests.mutations import Mutant
 
 MUTANTS = [
     Mutant(
+        "later measured steps read all identities",
+        "hookstats/identities/measuring.py",
+        "or self._part not in (None, self._part_of[each.number])",
+        "",
+        "tests/identities/test_turns.py",
+    ),
+    Mutant(
+        "the modules of identities that are not due are read, too",
+        "hookstats/identities/measuring.py",
+        "            spread.is_due = name in names\n",
+        "",
+        "tests/identities/test_turns.py",
+    ),
+    Mutant(
         "what a branch of zeros hides is taken for nobody's",
         "hookstats/identities/finding.py",
         "filled = self._runs.fill_zeros()",
