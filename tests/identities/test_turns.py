@@ -1,4 +1,4 @@
-"""Which of many identities a measured step reads: all at first, later a part of them in turns."""
+"""The identities that a measured step reads: all of them at first, later a part in turns."""
 
 from __future__ import annotations
 
