@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from hookstats.numbers.kinds import kind_of
 from hookstats.rules.engine import depth, is_cause
 from hookstats.rules.finding import MOST_SITES, SEVERITIES, Cause, Finding
@@ -183,10 +185,19 @@ def _raise_severity(chapter: Chapter) -> Chapter:
 def _adopt_effects(chapters: list[Chapter]) -> list[Chapter]:
     """Make effects of those that began after a deeper cause had begun, which was told later."""
     causes: dict[int, Chapter] = {}
-    for chapter in chapters:
-        found = [other for other in chapters if other is not chapter and _comes_first(other.finding, chapter.finding)]
-        if found:
-            causes[id(chapter)] = min(found, key=lambda other: (depth(other.finding.rule), other.finding.step))
+    ordered = sorted(chapters, key=lambda each: (depth(each.finding.rule), each.finding.step))
+    found = [each.finding for each in ordered]
+    began, seen = np.array([_find_start(each) for each in found]), np.array([each.step for each in found])
+    depths = np.array([depth(each.rule) for each in found])
+    codes: dict[object, int] = {}
+    same = np.array([codes.setdefault((each.rule, each.site), len(codes)) for each in found])
+    for i, chapter in enumerate(ordered):  # arrays first: of many findings each would be compared with each
+        start = _find_start(chapter.finding)
+        fits = (began <= start) & (start <= seen) & ((depths < depths[i]) | (same == same[i]))
+        for j in np.flatnonzero(fits).tolist():
+            if j != i and _comes_first(found[j], chapter.finding):
+                causes[id(chapter)] = ordered[j]
+                break
     for chapter in chapters:
         first = chapter
         while id(first) in causes:  # which looks deeper each time

@@ -337,7 +337,7 @@ def test_nothing_counts_that_is_not_on_the_disk(tmp_path: Path, monkeypatch: pyt
 
 # At which call a writer dies: amid a write, when a file has its name, or is on the disk. At least so many of them come
 # while all is written.
-CALLS = {"write": 4000, "replace": 140, "fsync": 260}
+CALLS = {"write": 4000, "replace": 90, "fsync": 180}
 _WRITER = """
 import os, signal, sys
 from pathlib import Path
