@@ -13,7 +13,6 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
-from string import Formatter
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -46,22 +45,15 @@ class _Words(dict[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         found = super().__getitem__(key)
-        return _take(found(self._told) if callable(found) else found, self._place)
+        value = _take(found(self._told) if callable(found) else found, self._place)
+        return value if isinstance(value, str) else _Number(value)
 
 
-class _Sentence(Formatter):
-    """Fills in "{tensor} reaches {value}": numbers as `number` writes them, and "{value:%}" in percent."""
+class _Number(float):
+    """A number in a sentence: "{value}" as `number` writes it, "{value:%}" in percent."""
 
-    def get_value(self, key: Any, args: Any, words: Any) -> Any:
-        return words[key]
-
-    def format_field(self, value: Any, spec: str) -> str:
-        if isinstance(value, str):
-            return value
-        return percent(float(value)) if spec == "%" else number(float(value))
-
-
-_SENTENCE = _Sentence()
+    def __format__(self, spec: str) -> str:
+        return percent(float(self)) if spec == "%" else number(float(self))
 
 
 @dataclass(slots=True)
@@ -130,10 +122,8 @@ class Ill:
         began = number_of if since is None else int(_take(since, place))
         severity = str(_take(self.severity, place))
         say, numbers = self.say, (float(_take(self.value, place)), float(_take(self.threshold, place)))
-        if isinstance(say, str):
-            sentence = _SENTENCE.vformat(say, (), _Words(step, self, told, place, began))
-        else:
-            sentence = say(told, began)
+        words = _Words(step, self, told, place, began)
+        sentence = say.format_map(words) if isinstance(say, str) else say(told, began)
         return step.finding(name, site, *numbers, severity, sentence, self.at, began, sites)
 
 

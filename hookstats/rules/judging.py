@@ -140,17 +140,13 @@ class _Ruling:
         return is_new
 
     def state(self) -> dict[str, Any]:
-        episodes = [[name, site, *episode] for (name, site), episode in self.episodes.items()]
-        kept = {"verdicts": self.verdicts, "episodes": to_state(episodes), "memory": to_state(dict(self.memory))}
-        return {"name": self.rule.name, "arguments": to_state(dict(self.rule.arguments)), **kept}
+        kept = to_state((self.verdicts, self.episodes, dict(self.memory)))
+        return {"name": self.rule.name, "arguments": to_state(dict(self.rule.arguments)), "kept": kept}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.memory = Memory(from_state(state["memory"]))
-        self.verdicts = state["verdicts"]
-        self.episodes = {
-            (name, None if site is None else Site(*site)): _Episode(*episode)
-            for name, site, *episode in from_state(state["episodes"])
-        }
+        self.verdicts, episodes, memory = from_state(state["kept"])
+        self.episodes = {key: _Episode(*episode) for key, episode in episodes.items()}
+        self.memory = Memory(memory)
 
 
 class Judge:
