@@ -100,10 +100,10 @@ class Followed:
             return RunState("ended", f"{self.folder}: {NO_STEP}; no process records into it")
         last = attempts[-1]
         ended = str(last.ended)
-        if is_death(ended):
-            return RunState("died", f"training {ended}; all that it had measured is in the record")
-        how = f", {ended.removeprefix('ended: ').removeprefix('closed: ')}" if ":" in ended else ""
         dropped = f"; {last.dropped} steps found no room and are missing" if last.dropped else ""
+        if is_death(ended):
+            return RunState("died", f"training {ended}{dropped or '; all that it had measured is in the record'}")
+        how = f", {ended.removeprefix('ended: ').removeprefix('closed: ')}" if ":" in ended else ""
         return RunState("ended", f"the run has ended{how}{dropped}")
 
     def _describe_open(self, number: int) -> RunState:

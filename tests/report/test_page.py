@@ -355,6 +355,15 @@ def test_a_run_of_one_step_and_one_site_has_a_page(chromium: Browser, tmp_path: 
     assert chromium.errors == []
 
 
+@pytest.mark.parametrize("ended", ["died: RuntimeError: of a test", "closed", None])
+def test_a_page_says_above_that_training_died(
+    ended: str | None, chromium: Browser, recorded: Recorded, tmp_path: Path
+) -> None:
+    chromium.open(write(replace(recorded, settings={"ended": ended}), tmp_path / "page.html"))
+    assert ("died\nRuntimeError: of a test" in chromium.text("#facts")) == (ended is not None and "died" in ended)
+    assert chromium.errors == []
+
+
 @pytest.mark.parametrize(("host", "said"), [(5.0, "50 % of a measured step"), (16.0, None)])
 def test_no_more_than_a_whole_step_is_said_to_be_taken(
     host: float, said: str | None, chromium: Browser, recorded: Recorded, tmp_path: Path

@@ -109,9 +109,9 @@ def test_a_run_whose_writer_was_killed_too_says_what_writes_the_rest(
     assert told[-1].startswith("training died: without a word")
 
 
-@pytest.mark.parametrize("moment", ["between two looks", "in a look"])
+@pytest.mark.parametrize(("moment", "dropped"), [("between two looks", 0), ("in a look", 0), ("in a look", 33)])
 def test_a_run_whose_writer_finishes_meanwhile_ends_as_it_did(
-    tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, moment: str, dropped: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run" / "rank=0"
     store = Store(folder)
@@ -124,7 +124,7 @@ def test_a_run_whose_writer_finishes_meanwhile_ends_as_it_did(
     assert followed.state().kind == "recording"
 
     def finish(*_: object) -> bool:
-        store.finish(1, "died: of a test")
+        store.finish(1, "died: of a test", dropped)
         store.close()
         return False
 
@@ -132,7 +132,8 @@ def test_a_run_whose_writer_finishes_meanwhile_ends_as_it_did(
         monkeypatch.setattr(following, "is_training", finish)
     else:
         finish()
-    assert followed.state() == RunState("died", "training died: of a test; all that it had measured is in the record")
+    what = "33 steps found no room and are missing" if dropped else "all that it had measured is in the record"
+    assert followed.state() == RunState("died", f"training died: of a test; {what}")
 
 
 def test_new_steps_and_findings_come_once(tmp_path: Path) -> None:

@@ -42,6 +42,8 @@ function showHead() {
   facts.push(["Steps", first === last ? count(first) : `${count(first)} to ${count(last)}`, `${count(steps)} measured`]);
   facts.push(["Sites", count(SITES - (record.other?.alone[1].length ?? 0)), `${many(names.size, "module or parameter", "modules and parameters")}`]);
   if (record.times) facts.push(["Recorded", at(record.times[0]), record.times[1] > record.times[0] ? `for ${lasted(record.times[1] - record.times[0])}` : ""]);
+  const [, died] = /^died: (.*)/.exec(settings.ended ?? "") ?? [];
+  if (died && record.version === undefined) facts.push(["Ended", "died", shortened(died, 120)]); // a served page has it above
   if (record.values) facts.push(["Measured", said(record.values) + " values", `${count(record.readings)} readings`]);
   if (settings.state_bytes > 0) facts.push(["Cost", `${say(settings.state_bytes / 2 ** 20, 2)} MB of state`, settings.dropped > 0 ? `${many(settings.dropped, "step")} dropped` : "no step dropped"]);
   if (settings.rows > 1) facts.push(["Read", `one of ${count(settings.rows)} rows`, "of activations and their gradients; extremes are of the rows read"]);
