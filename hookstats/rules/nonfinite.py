@@ -141,7 +141,7 @@ def _say_gap(step: Step, memory: Memory) -> str:
     if lost is not None and lost < step.number:
         where = f"It began in step {lost}, in which the loss was not finite any more, or just before"
     return (
-        f"{where}: {steps} not measured, so it may have been in any layer, in the loss or in the optimizer. To see "
+        f"{where}: {steps} not measured, so it may have been in any layer, in the loss or in the optimizer; to see "
         "where, start again from an earlier checkpoint with every=1."
     )
 
