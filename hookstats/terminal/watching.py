@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.util import find_spec
 from math import isfinite
 from typing import TYPE_CHECKING, Any, TextIO
@@ -15,6 +16,7 @@ from hookstats.terminal.formatting import escape_controls, sparkline
 
 if TYPE_CHECKING:
     from rich.console import Group
+    from rich.live import Live
 
 _SECONDS = 1.0  # between two looks
 _COLOURS = {"critical": "bold red", "warning": "yellow", "note": "cyan"}
@@ -23,22 +25,35 @@ _KINDS = {"recording": "green", "ended": "cyan", "died": "bold red", "waiting": 
 
 def watch(followed: Followed, output: TextIO, wait: Callable[[float], None] = time.sleep) -> int:
     """Show a run, which may not have begun, until it has ended: 0; or its training process has died: 1."""
-    if output.isatty() and find_spec("rich") is not None:
-        return _screen(followed, wait)
-    told = ""
-    while True:
-        state = followed.state()  # before what it had written is read
-        snapshots, found = followed.look()
-        for line in lines(followed, snapshots, found):
-            print(escape_controls(line), file=output, flush=True)
-        if state.kind in ("ended", "died"):
-            for line in [*summary(followed), state.sentence]:
-                print(escape_controls(line), file=output, flush=True)
-            return int(state.kind == "died")
-        if followed.run is None and state.sentence != told:
-            told = state.sentence
-            print(escape_controls(told), file=output, flush=True)
-        wait(_SECONDS)
+    has_screen = output.isatty() and find_spec("rich") is not None
+    told, is_over = "", False
+    with _open_screen() if has_screen else nullcontext() as screen:
+        while not is_over:
+            state = followed.state()  # before what it had written is read
+            snapshots, found = followed.look()
+            is_over = state.kind in ("ended", "died")
+            if screen is not None:
+                screen.update(picture(followed, state, screen.console.height, screen.console.width), refresh=True)
+            else:
+                _print(lines(followed, snapshots, found), output)
+                if not is_over and followed.run is None and state.sentence != told:
+                    told = state.sentence
+                    _print([told], output)
+            if not is_over:
+                wait(_SECONDS)
+    _print([*summary(followed), *([] if has_screen else [state.sentence])], output)
+    return int(state.kind == "died")
+
+
+def _print(lines: list[str], output: TextIO) -> None:
+    for line in lines:
+        print(escape_controls(line), file=output, flush=True)
+
+
+def _open_screen() -> Live:
+    from rich.live import Live
+
+    return Live(auto_refresh=False, vertical_overflow="crop")
 
 
 def lines(followed: Followed, snapshots: list[Snapshot], found: list[Finding]) -> list[str]:
@@ -59,25 +74,6 @@ def lines(followed: Followed, snapshots: list[Snapshot], found: list[Finding]) -
 def summary(followed: Followed) -> list[str]:
     """A run that is over, in a few sentences; none where no step was recorded."""
     return followed.run.head if followed.run is not None and followed.steps else []
-
-
-def _screen(followed: Followed, wait: Callable[[float], None]) -> int:
-    from rich.console import Console
-    from rich.live import Live
-
-    console = Console()
-    state = RunState("waiting", "")
-    with Live(console=console, screen=False, auto_refresh=False, vertical_overflow="crop") as live:
-        while True:
-            state = followed.state()
-            followed.look()
-            live.update(picture(followed, state, console.height, console.width), refresh=True)
-            if state.kind in ("ended", "died"):
-                live.stop()
-                for line in summary(followed):
-                    console.print(escape_controls(line), markup=False, highlight=False)
-                return int(state.kind == "died")
-            wait(_SECONDS)
 
 
 def picture(followed: Followed, state: RunState, height: int, width: int) -> Group:

@@ -92,8 +92,8 @@ MUTANTS = [
     Mutant(
         "watch ends with 0, however the run did",
         "hookstats/terminal/watching.py",
-        'return int(state.kind == "died")\n        if followed.run',
-        "return 0\n        if followed.run",
+        'return int(state.kind == "died")',
+        "return 0",
         "tests/records/test_endings.py -k 'an_attempt_says'",
     ),
     Mutant(
