@@ -77,7 +77,8 @@ def update_ratio(
         if is_whole:
             text = f"step {at} changed {{name}} by {{value}} times its own size"
         if is_note:
-            text += ". The loss has not suffered, so nothing needs to be done; about 0.001 is usual later on."
+            text += ". If the loss does not go up, " if is_whole else ". The loss fell meanwhile, so "
+            text += "nothing needs to be done; about 0.001 is usual later on."
         else:
             text += f", and the loss {'went up' if is_whole else 'does not fall'}" if losses else ""
             text += ". About 0.001 is usual. Lower its learning rate, or warm it up longer."

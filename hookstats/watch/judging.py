@@ -148,8 +148,8 @@ class Judging:
         notes, self._notes = self._notes, []
         if notes:
             first = next((each for each in notes if getattr(each, "because", None) is None), notes[0])
-            more = f"{len(notes)} notes, the first of them" if len(notes) > 1 else "a note"
-            _log.warning("%s (all are in monitor.findings): %s", more, first)
+            count = f"{len(notes)} new notes" if len(notes) > 1 else "a new note"
+            _log.warning("%s in monitor.findings, such as: %s", count, first)
 
     def _call(self, tell: Callable[[Any], object], finding: Any, who: str) -> None:
         try:

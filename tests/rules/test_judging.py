@@ -155,9 +155,9 @@ def test_notes_are_summed_up_every_1000_steps_and_at_the_end_where_they_are_hear
         train(net, monitor, 1100)
         first = [record.getMessage() for record in caplog.records]
         train(net, monitor, 200)
-    assert first == ["2 notes, the first of them (all are in monitor.findings): note: of step 200"]
+    assert first == ["2 new notes in monitor.findings, such as: note: of step 200"]
     said = [(record.levelno, record.getMessage()) for record in caplog.records[1:]]
-    assert said == [(logging.WARNING, "a note (all are in monitor.findings): note: of step 1200")]
+    assert said == [(logging.WARNING, "a new note in monitor.findings, such as: note: of step 1200")]
 
 
 def test_raise_ends_training_for_what_is_critical_and_for_nothing_else() -> None:

@@ -271,7 +271,7 @@ def test_a_story_is_as_grave_as_what_followed_and_does_not_say_that_nothing_is_w
         return Finding(rule, step, None, 2.0, 1.0, severity, sentence, since=since)
 
     note = finding(
-        "update-ratio", 60, "note", "A step is large. The loss has not suffered, so nothing needs to be done.", 60
+        "update-ratio", 60, "note", "A step is large. The loss fell meanwhile, so nothing needs to be done.", 60
     )
     cause = finding("update-ratio", 62, "warning", "A step is large.", 60)
     effect = Finding("loss-spike", 66, None, 2.0, 1.0, "critical", "It diverges.", since=61, because=note.as_cause)
