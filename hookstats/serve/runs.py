@@ -99,7 +99,8 @@ def _summary(path: Path, mark: Mark) -> Summary:
     """Summarise a run as it was when it had this mark, but for its name and its state."""
     run = load(path)
     settings = run.attempts[-1]["settings"] if run.attempts else {}
-    names, values, steps = (run.scalars[name].to_pylist() for name in ("name", "value", "step"))
+    scalars = run.scalars  # each look at it reads the files
+    names, values, steps = (scalars[name].to_pylist() for name in ("name", "value", "step"))
     loss = np.array([value for name, value in zip(names, values, strict=True) if name == "loss"])
     counts = Counter(finding.severity for finding in run.findings)
     return Summary(
