@@ -29,6 +29,7 @@ def trains(rank: int, world: int, fault: str) -> list[Any]:
         "param_sample",
         "param_grad",
         "param_grad_local",
+        "reduction",
         "update_sample",
     )
     monitor = hookstats.attach(model, tensors=tensors, every=1, process_group=dist.group.WORLD)
