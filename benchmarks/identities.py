@@ -31,6 +31,7 @@ from benchmarks.illnesses import healthy as illnesses_healthy
 from benchmarks.illnesses import more_healthy, public_healthy, training
 from benchmarks.illnesses.training import KINDS
 from benchmarks.law_trainings import CLIENTS
+from benchmarks.sampled import timed
 from hookstats.identities.measuring import WHOLE_STEPS
 from hookstats.results import Identities
 from hookstats.rules import Finding, identity, judge, wrong_backward
@@ -269,24 +270,11 @@ def hold_training(name: str, run: Callable[[], list[hookstats.Snapshot]], places
 
 
 def cost() -> None:
-    """Time steps of one training in turns: not measured, measured, with identities, and with adjoint tests.
-
-    Identities are timed in the first measured steps, which read all of them, and in later ones.
-    """
+    """Time steps of one training in turns. The first measured steps read all identities, later ones a part of them."""
     torch.manual_seed(0)
     model, batch = Llama(8), ids(16, 64)
     found = hookstats.find_identities(model, lambda: model(batch[:2]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def step(monitor: hookstats.Monitor | None) -> float:
-        begun = time.perf_counter()
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-        if monitor is not None:
-            monitor.step()
-        return time.perf_counter() - begun
-
     names = ("bare", "measured", "with identities", "with identities, later", "with adjoint tests")
     taken: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(12):
@@ -295,11 +283,12 @@ def cost() -> None:
             tensors = (*DEFAULT_TENSORS, *(["adjoint"] if name == "with adjoint tests" else []))
             monitor = None if name == "bare" else hookstats.attach(model, every=1, tensors=tensors, options=options)
             before = WHOLE_STEPS + 1 if "later" in name else 1
-            seconds += [step(monitor) for _ in range(before + 4)][before:]
+            every_step = (timed(lambda: loss_of(model, batch), optimizer, monitor, 1) for _ in range(before + 4))
+            seconds += [*every_step][before:]
             if monitor is not None:
                 monitor.detach()
     print(
-        f"{len(found)} identities, {sum(each.numel() for each in model.parameters()):,} parameters; ms a step, median"
+        f"{len(found)} identities, {sum(each.numel() for each in model.parameters()):,} parameters; ms of a processor a step"
     )
     for name, seconds in taken.items():
         print(f"{name}: median {1e3 * sorted(seconds)[len(seconds) // 2]:.1f}, fastest {1e3 * min(seconds):.1f}")
