@@ -287,9 +287,8 @@ def cost() -> None:
             seconds += [*every_step][before:]
             if monitor is not None:
                 monitor.detach()
-    print(
-        f"{len(found)} identities, {sum(each.numel() for each in model.parameters()):,} parameters; ms of a processor a step"
-    )
+    count = sum(each.numel() for each in model.parameters())
+    print(f"{len(found)} identities, {count:,} parameters; ms of a processor a step")
     for name, seconds in taken.items():
         print(f"{name}: median {1e3 * sorted(seconds)[len(seconds) // 2]:.1f}, fastest {1e3 * min(seconds):.1f}")
 
