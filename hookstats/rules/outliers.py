@@ -100,13 +100,13 @@ def outlier_channels(
 
     def which(site: int) -> str:
         beyond, stay = int((ratios[site] > ratio).sum()), len(staying[site])
-        same = "the same" if stay == beyond else f"{stay:,} of them the same"
-        return f"{times(beyond, 'channel')} exceed{'s' if beyond == 1 else ''} {number(ratio)} times it, {same}"
+        same = "always the same" if stay == beyond else f"{stay:,} of them always the same"
+        return f"{times(beyond, 'channel')} above {number(ratio)} times the median, {same}"
 
     text = (
-        "channel {worst} of {tensor} reaches {reached}, {value} times the median channel; {which} since step {since}. "
-        "Check the weights that make it, and whether weight decay reaches them; in float8 or int8 this output needs a "
-        "scale per channel."
+        "channel {worst} of {tensor} reaches {reached}, which is {value} times the median channel. This has lasted "
+        "since step {since}, with {which}. Check the weights that make it, and whether weight decay reaches them; in "
+        "float8 or int8 this output needs a scale per channel."
     )
     words = {
         "worst": lambda site: str(ratios[site].argmax()),

@@ -126,8 +126,8 @@ def _judge_jump(
     first = max(memory["firsts"])
     is_ill = has_moved or (has_moved is None and value > first)
     if has_moved:
-        text += "The outputs of the model changed with it: check this batch, the learning rate and the weights; if it "
-        text += "stays up, go back to a checkpoint before it."
+        text += "The outputs of the model changed at the same time: check this batch, the learning rate and the "
+        text += "weights; if it stays up, go back to a checkpoint before it."
     elif is_ill:
         text += (
             "The first steps had at most {first}: check this batch; if it stays up, go back to a checkpoint before it, "

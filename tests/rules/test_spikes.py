@@ -67,7 +67,7 @@ def test_a_jump_is_a_warning_where_the_outputs_changed_with_it_and_a_note_where_
     assert [(each.step, each.severity) for each in found_in(values, moved={})] == [(60, "note")]
     (found,) = found_in(values, moved={60: 2.0})
     assert (found.step, found.severity) == (60, "warning")
-    assert "outputs of the model changed with it" in found.sentence
+    assert "outputs of the model changed at the same time" in found.sentence
 
 
 def test_a_jump_that_the_outputs_follow_while_the_loss_stays_up_becomes_a_warning(
