@@ -54,7 +54,7 @@ const char* reason(const std::exception& error) {
   return torch_error ? torch_error->what_without_backtrace() : error.what();
 }
 
-// The part of a hookstats.hooks.SiteHook that is ours.
+// The part of a hookstats.watch.hooks.SiteHook that is ours.
 struct HookObject {
   PyObject_HEAD vectorcallfunc call;  // of the types that `call_in_c` was given
   int64_t number;
@@ -124,7 +124,7 @@ std::optional<Observed::Half> half_of(PyObject* state, std::shared_ptr<const Ena
 }
 
 constexpr const char* kBindDoc =
-    "bind(hook, output, gradient, in_graph)\n\n"
+    "bind(hook, output, gradient, in_graph, is_table)\n\n"
     "From now on `observe` folds into these SiteStates, of a module's output and of its gradient; either may be None.\n"
     "in_graph: a callable that compiled autograd can trace, which does with a gradient what `observe` arranges.\n"
     "is_table: of an embedding, whose output has the rows of a mask only where it has their dimensions.";

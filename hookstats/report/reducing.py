@@ -1,4 +1,7 @@
-"""Planes of a statistic over sites and steps, reduced to columns of a picture and coded in a byte a cell."""
+"""Planes of a statistic over sites and steps, reduced to columns of a picture and coded in a byte a cell.
+
+The page reduces these once more, to pixels: assets/cells.js.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Measuring a model while it trains: attach, the hooks, their memory, the Monitor."""
+"""Measuring a model while it trains: the hooks, their memory, the Monitor."""

@@ -21,7 +21,7 @@ OnFinding: TypeAlias = Callable[[Any], object] | str | None
 
 @runtime_checkable
 class Recorder(Protocol):
-    """A sink that is given steps as they left the device, and may judge them.
+    """A sink that is given steps as they left the device, and may judge them: `records.recording.Recording` does.
 
     ``every_rank``: with a process group, whether every rank gives it its own steps; else the first rank gives it those
     of all ranks together. ``has_rules``: whether it judges. ``on_finding``: what is done with what it finds: "log",

@@ -1,4 +1,5 @@
-// What a heatmap shows of a plane: codes to ranks of colour, rows and columns to pixels by the largest.
+// What a heatmap shows of a plane: codes to ranks of colour, rows and columns to pixels by the largest, or by the
+// farthest from the middle.
 
 // Of the absolute view, the range of colours: from the rows that are shown, without the least hundredth.
 function rangeOf(shown, rows) {
