@@ -5,13 +5,15 @@ merged: runs of four adjacent channels, which lie in one sector of memory, sprea
 goes to sites of its own: "identity.3.left" and "identity.3.right" of each parameter of an identity, by its number, and
 beside them "identity.3.rounding", the variance of their difference.
 
-Most wrong gradients are wrong from the first step on, so the first measured steps read all identities. Later ones read
-a part of them each, in turns, and the hooks of other modules do nothing.
+Most wrong gradients are wrong from the first step on, so the first measured steps read all identities, and so do those
+after a finding. Others read a part of them each, in turns, and the hooks of other modules do nothing. Where ranks bring
+parts of one identity, each measured step reads all: ranks need not count the same steps.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -40,8 +42,10 @@ from hookstats.watch.scaling import Scaling
 
 MOST = 64  # sums of an identity
 _RUN = 4  # of which so many are adjacent
-WHOLE_STEPS = 8  # the first measured steps, which read all identities
+WHOLE_STEPS = 8  # measured steps that read all identities: the first, and those after a finding
 _MOST_PARTS = 4  # of the identities, which take turns then, each of at least 2 * MANY: a rule looks for many at once
+_GOLDEN = (5**0.5 - 1) / 2
+_NUMBER = re.compile(r"(?<=\.)\d+")  # of a layer
 
 
 class _Watched(NamedTuple):
@@ -92,11 +96,12 @@ class JointSums:
         self._layout = IdentityLayout(chosen, lambda name: _find_dims(self._parameter(name).get()))
         self.watched = [self._watch(n, each, identities.list_rivals(each)) for n, each in enumerate(chosen)]
         self._spreads = self._layout.spreads(self._modules, self._is_measuring, self._fail)
-        parts = max(1, min(_MOST_PARTS, len(chosen) // (2 * MANY)))
-        self._part_of = [number * parts // len(chosen) for number in range(len(chosen))]  # neighbours share modules
-        self._parts = parts
+        is_merged = len(self._merged) > 1
+        self._parts = 1 if is_merged else max(1, min(_MOST_PARTS, len(chosen) // (2 * MANY)))
+        self._part_of = divide(chosen, self._parts)
         self._part: int | None = None  # that the open step reads; None: all
         self._closed = 0  # measured steps
+        self._whole_until = WHOLE_STEPS  # of these
         self._step = store.clears  # the open one
         self._done = set[int]()  # numbers, in this step
         self.left_out: dict[int, str] = {}  # of which at their latest step, with the reason
@@ -108,12 +113,23 @@ class JointSums:
         return found
 
     def close_step(self) -> None:
-        """Choose what the next measured step reads. All ranks measure the same steps, and so choose alike."""
+        """Choose what the next measured step reads."""
         self._closed += 1
-        if self._closed < WHOLE_STEPS or self._parts == 1:
+        self._choose()
+
+    def read_whole(self) -> None:
+        """Read all identities in the next measured steps: something was found."""
+        self._whole_until = self._closed + WHOLE_STEPS
+        self._choose()
+
+    def _choose(self) -> None:
+        turn = self._closed - self._whole_until
+        # By the golden ratio, and not one after another: optimizers that alternate get all parts, too.
+        part = None if turn < 0 or self._parts == 1 else int(turn * _GOLDEN % 1 * self._parts)
+        if part == self._part:
             return
-        self._part = (self._closed - WHOLE_STEPS) % self._parts
-        due = [each.identity for each in self.watched if self._part_of[each.number] == self._part]
+        self._part = part
+        due = (each.identity for each in self.watched if part in (None, self._part_of[each.number]))
         names = self._layout.list_modules(due)
         for name, spread in self._spreads.items():
             spread.is_due = name in names
@@ -361,6 +377,17 @@ def _find_dims(tensor: torch.Tensor | None) -> int:
 def _is_reduced_coarsely(model: Any) -> bool:
     """Return whether something else than a sum reduces its gradients, such as a sum in bfloat16."""
     return any(getattr(hook, "__name__", "") != "allreduce_hook" for hook, _ in getattr(model, "_comm_hooks", ()))
+
+
+def divide(identities: Sequence[Identity], parts: int) -> list[int]:
+    """Return a part for each: layers of one name but for their number are dealt out, and so each part has all kinds."""
+    names = [_NUMBER.sub("*", f"{i.kind} {i.module} {i.left[0].parameter}") for i in identities]
+    counts, seen, alone = Counter(names), Counter[str](), itertools.count()
+    part_of = list[int]()
+    for name in names:
+        part_of.append((next(alone) if counts[name] == 1 else seen[name]) % parts)
+        seen[name] += 1
+    return part_of
 
 
 def sample_sums(identity: Identity) -> Identity:

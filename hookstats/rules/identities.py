@@ -89,8 +89,10 @@ def identity(
         return None
     largest = np.array([float(each.z.max()) for each in found])
     broken = largest > deviation
-    count = int(np.count_nonzero(broken))
-    is_of_all = 2 * count > len(found) >= MANY
+    latest = memory.keep_by_site("latest", np.nan)  # of all identities: a step may bring some of them
+    latest[[each.identity.left[0] for each in found]] = largest
+    count, total = (int(np.count_nonzero(each)) for each in (latest > deviation, ~np.isnan(latest)))
+    is_of_all = 2 * count > total >= MANY
 
     larger, smaller = (np.zeros(len(step.sites), bool) for _ in range(2))
     shares = np.full(len(step.sites), np.nan)
@@ -129,7 +131,7 @@ def identity(
 
     def say_of_all(_: None, since: int) -> str:
         return (
-            f"the gradients of {count} of {len(found)} identities do not fit together, since step {since}: they are "
+            f"the gradients of {count} of {total} identities do not fit together, since step {since}: they are "
             "changed after backward, parameter by parameter. "
         ) + (
             "Each has a factor of its own, as when each parameter's gradient is clipped by its own norm: that breaks "
@@ -145,7 +147,7 @@ def identity(
         Ill(where, say, value, deviation, severity, judged & ~far, consecutive_steps, key="slight"),
         Ill(larger, say_share, shares, share, "warning", judged, share_consecutive_steps, key="larger"),
         Ill(smaller, say_share, shares, -share, "warning", judged, share_consecutive_steps, key="smaller"),
-        Ill(is_of_all, say_of_all, count / len(found), 0.5, steps=consecutive_steps, key="all"),
+        Ill(is_of_all, say_of_all, count / total, 0.5, steps=consecutive_steps, key="all"),
     ]
 
 

@@ -148,8 +148,8 @@ class Options:
             their rules out. "bias", "cross_entropy", "optimizer", "step", "replica", "reduction", "identity",
             "adjoint".
         identities: what `hookstats.find_identities` has found of this model: both sides of each are summed up
-            before the optimizer steps, and recordings compare them. The first eight measured steps sum up
-            all identities; of 16 or more, later ones take turns.
+            before the optimizer steps, and recordings compare them. The first eight measured steps, and those
+            after a finding, sum up all identities; of 16 or more, others take turns where ranks are not merged.
         attention_rows: of each head, how many queries' logits ``"attention"`` computes, others at each measured step;
             None: all.
 

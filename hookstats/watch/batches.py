@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -211,6 +211,19 @@ class Batches:
             if moves:
                 problem = self._store.explain_no_room(width, 1, entry.has_bins)
         self._binder.leave_out([entry], problem)
+
+
+def in_pieces(tensors: dict[Owner, torch.Tensor], most: int) -> Iterator[list[Owner]]:
+    """Yield the owners, together as many as have at most so many bytes, but one at least."""
+    piece, size = list[Owner](), 0
+    for owner, tensor in tensors.items():
+        if piece and size + tensor.nbytes > most:
+            yield piece
+            piece, size = [], 0
+        piece.append(owner)
+        size += tensor.nbytes
+    if piece:
+        yield piece
 
 
 def find_part(binder: SiteBinder, each: Parameter, kind: str, tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -176,8 +176,7 @@ class Monitor:
         self._stepped = True
         self._binder.training.begin_step()
         self._parameters.begin_step()
-        is_due = self._is_due()
-        self._begin_step(is_due or self._judging.is_escalated(self._step))
+        self._begin_step(self._is_due() or self._judging.is_escalated(self._step))
         self._delivery.receive(wait=False)
         self._look()
         self._sample()
@@ -188,6 +187,7 @@ class Monitor:
         """Takes what has been found."""
         if self._judging.look(self._step):
             self._sampling.read_whole()
+            self._parameters.read_whole()
 
     def _sample(self) -> None:
         """Decides which rows the step that begins reads."""

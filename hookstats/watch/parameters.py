@@ -22,7 +22,7 @@ from hookstats.modules.sharding import find_sharding, is_dtensor
 from hookstats.numbers.fields import Site
 from hookstats.numbers.frame import BEFORE_CLIPPING, OCCASIONS, OF_OPTIMIZER
 from hookstats.numbers.kinds import kind_of
-from hookstats.watch.batches import Batches, ByIdentity, Owner, Parameter, Stepping, find_part, find_place
+from hookstats.watch.batches import Batches, ByIdentity, Owner, Parameter, Stepping, find_part, find_place, in_pieces
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.flags import is_capturing
 from hookstats.watch.given_loss import GivenLoss
@@ -262,11 +262,11 @@ class Parameters:
             (each, kind)
             for each in (self._parameters.all if stepping is None else stepping)
             for kind, entry in each.entries.items()
-            if kind in self._standing and not entry.given_up and self._is_wanted(each, kind, by_optimizer)
+            if kind in self._standing and not entry.given_up
         ]
 
         def value(each: Parameter, kind: str) -> torch.Tensor | None:
-            tensor = each.get()
+            tensor = each.get() if self._is_wanted(each, kind, by_optimizer) else None
             if tensor is None or nn.parameter.is_lazy(tensor):
                 return None
             if kind_of(kind).is_sample:
@@ -290,13 +290,7 @@ class Parameters:
 
     def _measure_unscaled(self, scaled: dict[Owner, torch.Tensor], scale: torch.Tensor) -> None:
         """Measure gradients that a fused optimizer unscales itself, a few at a time: no second set of all exists."""
-        waiting = list(scaled)
-        while waiting:
-            size, count = 0, 0
-            while count < len(waiting) and (count == 0 or size + scaled[waiting[count]].nbytes <= _UNSCALED_BYTES):
-                size += scaled[waiting[count]].nbytes
-                count += 1
-            owners, waiting = waiting[:count], waiting[count:]
+        for owners in in_pieces(scaled, _UNSCALED_BYTES):
             unscaled = self._read(owners, lambda *owner: scaled[owner] / scale.to(scaled[owner].device))
             self._batches.accumulate(owners, unscaled)
 
@@ -482,6 +476,11 @@ class Parameters:
                 each.close_step()
         self._unstepped = {}
         self.reset()
+
+    def read_whole(self) -> None:
+        """Read all identities in the next measured steps: something was found."""
+        if self.identities is not None:
+            self.identities.read_whole()
 
     def begin_step(self) -> None:
         """No optimizer is stepping: one that raised did not say that it ended."""

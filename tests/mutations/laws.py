@@ -6,6 +6,20 @@ from tests.mutations import Mutant
 
 MUTANTS = [
     Mutant(
+        "ranks whose numbers are merged take turns, each by its own count",
+        "hookstats/identities/measuring.py",
+        "is_merged = len(self._merged) > 1",
+        "is_merged = False",
+        "tests/identities/test_turns.py -k ranks",
+    ),
+    Mutant(
+        "most of a turn's identities are taken for most of all",
+        "hookstats/rules/identities.py",
+        'latest = memory.keep_by_site("latest", np.nan)',
+        "latest = np.full(len(step.sites), np.nan)",
+        "tests/identities/test_turns.py -k most_of_a_turn",
+    ),
+    Mutant(
         "later measured steps read all identities",
         "hookstats/identities/measuring.py",
         "or self._part not in (None, self._part_of[each.number])",
