@@ -50,7 +50,7 @@ function showHead() {
   const took = settings.overhead, share = took && 100 * took.measured_host / took.measured_step;
   if (settings.budget && took?.every) facts.push(["Budget", `${say(100 * settings.budget, 2)} %`, `every=${took.every}, rows=${took.rows}`]);
   // Above 100 it says no more than that the machine was busier in the few steps that were timed.
-  if (share >= 0 && share <= 100) facts.push(["Taken", `${say(share, 2)} % of a measured step`, `on the host${took.skipped_step > 0 ? `, ${say(100 * took.skipped_host / took.skipped_step, 2)} % of any other` : ""}`]);
+  if (share >= 0 && share <= 100) facts.push(["Time added", `${say(share, 2)} % of a measured step`, `on the host${took.skipped_step > 0 ? `, ${say(100 * took.skipped_host / took.skipped_step, 2)} % of any other` : ""}`]);
   if (record.other) facts.push(["Compared with", shortened(record.other.name, 40), `${many(record.other.steps, "step")} in common`]);
   byId("facts").replaceChildren(...facts.map(([name, value, more]) => node("div", {}, node("dt", {}, name), node("dd", {}, value), more ? node("dd", { class: "muted" }, more) : null)));
 }
@@ -129,7 +129,7 @@ function showFindings() {
 
 function showPrecision() {
   const { precision } = record;
-  if (!precision) { fill("precision", node("p", { class: "muted" }, "Not told: no histogram by exponent was recorded (histogram=ExponentBins()).")); return; }
+  if (!precision) { fill("precision", node("p", { class: "muted" }, "Nothing to show: no histogram by exponent was recorded (histogram=ExponentBins()).")); return; }
   const octave = (power) => ["2", node("sup", {}, String(power).replace("-", "−"))], { blocks } = precision;
   const blockNames = blocks ? Object.keys(blocks.formats) : [];
   const order = precision.rows.map((_, i) => i).sort((i, j) => {
@@ -167,7 +167,7 @@ function share(most, least = most, error = 0) {
 let flowStep = null;
 function showFlow() {
   const layers = rowsOfKind("grad_output");
-  if (layers.length < 2) { fill("flow", node("p", { class: "muted" }, "Not told: fewer than two gradients of outputs were recorded (tensors=(\"output\", \"grad_output\")).")); return; }
+  if (layers.length < 2) { fill("flow", node("p", { class: "muted" }, "Nothing to show: fewer than two gradients of outputs were recorded (tensors=(\"output\", \"grad_output\")).")); return; }
   const outputs = layers.map((site) => record.sites.findIndex(([name, tensor]) => name === record.sites[site][0] && tensor === record.sites[site][1].replace("grad_", "")));
   const begin = record.line_begin, host = node("div"), words = node("output", { for: "flow-step" });
   const slider = node("input", { type: "range", id: "flow-step", min: "0", max: String(ownLast()), oninput: () => draw() });
@@ -204,7 +204,7 @@ async function showParameters() {
   for (const kind of kinds) for (const tensor of [sampled[kind], kind])
     for (const site of record.rows) if (record.sites[site][1] === tensor) of[kind].set(record.sites[site][0], site);
   const names = [...new Set(kinds.flatMap((kind) => [...of[kind].keys()]))];
-  if (!names.length) { fill("parameters", node("p", { class: "muted" }, "Not told: parameters were not recorded (tensors=(..., \"param_sample\", \"param_grad\", \"update_sample\")).")); return; }
+  if (!names.length) { fill("parameters", node("p", { class: "muted" }, "Nothing to show: parameters were not recorded (tensors=(..., \"param_sample\", \"param_grad\", \"update_sample\")).")); return; }
   const rms = await rmsOfAll(), columns = record.line_begin.length, column = ownLast();
   const lines = names.map((name) => {
     const at = (kind) => of[kind].has(name) ? rms[of[kind].get(name) * columns + column] : null;
