@@ -240,13 +240,10 @@ class FlatTiles {
       add({{channel_, at_, rows_, kLanes, known}, rest, gathered_});
       rows_ = gathered_ = 0;
     }
-    return tiles_ == 1 && holds_;
+    return is_plain();
   }
   const WideSums& sums() const { return sums_; }
-  const Sample& sample() {
-    if (tiles_ == 1 && holds_) merge_sums();
-    return sample_;
-  }
+  Sample sample() const { return is_plain() ? finished() : sample_; }
 
  private:
   static void prefetch_later(const scalar_t* run, int count) {
@@ -265,16 +262,16 @@ class FlatTiles {
     gathered_ = 0;
   }
   void add(const FlatTile<scalar_t>& tile) {
-    if (tiles_ == 1 && holds_) merge_sums();  // of the first tile, which is not the only one
+    if (is_plain()) sample_ = finished();  // of the first tile, which is not the only one
     Sample exact;
     holds_ = flat_tile(tile, histogram_.counting(tile.rows.rows + (tile.left > 0)), sums_, exact);
-    if (!holds_) sample_.merge(exact);
-    if (++tiles_ > 1 && holds_) merge_sums();
+    if (++tiles_ > 1 || !holds_) sample_.merge(holds_ ? finished() : exact);
     linear_.add(tile.rows);
     linear_.add(tile.last_row());
   }
 
-  void merge_sums() { sample_.merge({sums_.finish(), 0, 0, 0}); }
+  bool is_plain() const { return tiles_ == 1 && holds_; }  // then sample_ is without it
+  Sample finished() const { return {sums_.finish(), 0, 0, 0}; }
 
   ThreadHistogram& histogram_;
   LinearHistogram& linear_;
