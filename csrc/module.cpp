@@ -67,6 +67,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             enabled.times = times.get();
             if (times) enabled.kept.push_back(std::move(times));
           })
+      .def_property_readonly("is_open", [](const Enabled& enabled) { return *enabled.is_open != 0; })
       .def_property_readonly("leaves_out", &Enabled::leaves_out)
       .def_property(
           "is_paused", [](const Enabled& enabled) { return enabled.is_paused.load(); },
@@ -87,20 +88,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("decide_by", [](Enabled& enabled, py::object root) { enabled.root = root.is_none() ? nullptr : root.ptr(); })
       .def("count",
            [](Enabled& enabled, std::vector<std::shared_ptr<Counted>> all) { enabled.counted = std::move(all); });
-  py::class_<Part>(m, "Part").def_property_readonly("left_out", &Part::left_out).def("remove", &Part::remove);
-  py::class_<Now>(m, "Now")
-      .def(py::init<>())
-      .def(
-          "add",
-          [](Now& now, std::shared_ptr<Enabled> enabled) {
-            now.add(enabled);
-            return Part{now, std::move(enabled)};
-          },
-          py::keep_alive<0, 1>())
-      .def("set_rows", &Now::set_rows)
-      .def_property_readonly("measured", &Now::measured)
-      .def_property_readonly("rows", &Now::rows)
-      .def_property_readonly("monitors", &Now::monitors);
   // torch._C._stash_obj_in_tls, which in torch 2.11 takes a reference that it was not given.
   m.def("name_thread", [](py::int_ ident) {
     auto kept = std::make_shared<c10::SafePyObject>(ident.release().ptr(), getPyInterpreter());

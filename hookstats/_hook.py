@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from hookstats import _now
-from hookstats._now import Counted, Enabled, Now, Part, Rows, Times, name_thread
+from hookstats._now import Counted, Enabled, Rows, Times, name_thread
 from hookstats._operators import Operators, SiteInPython, backward_is_running, has_no_data
 from hookstats._warn import WarnOnce
 
 # What hookstats/_native.py takes of the glue, or of this file.
-__all__ = ["Counted", "Enabled", "Hook", "Now", "Part", "Times", "bind", "call_in_c", "has_no_data", "lay_slots"]
+__all__ = ["Counted", "Enabled", "Hook", "Times", "bind", "call_in_c", "has_no_data", "lay_slots"]
 __all__ += ["load", "name_thread", "observe", "set_part", "take_failures"]
 
 _PYTHON = torch._C.DispatchKey.Python
@@ -127,7 +127,7 @@ def observe(x: Any, hook: Any) -> Any:
     if observed is None:
         return None
     enabled = observed.enabled
-    if not (enabled.is_open.value or enabled.is_open_here()) or not enabled.counts_now():
+    if not enabled.is_open_here() or not enabled.counts_now():
         return None
     if type(x) is torch.Tensor and _is_unwatched():
         return _observe(x, observed)

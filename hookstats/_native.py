@@ -128,6 +128,7 @@ operator = OPS.define
 add = operator("add(Tensor(a!) counter, Tensor amount, bool skip_recomputation) -> ()", _operators.add)
 Batch: Any = functools.partial(_operators.Batch, OPS)
 Totals: Any = functools.partial(_operators.Totals, OPS)
+MadeOn: Any = functools.partial(_operators.MadeOn, OPS)
 Copies = functools.partial(_operators.Copies, OPS)
 set_flags = functools.partial(_operators.set_flags, OPS)
 give_away = functools.partial(_operators.give_away, OPS)
@@ -141,12 +142,6 @@ observe_slot: Any = OPS.packet("observe")
 lay_slots = _C.lay_slots
 set_part = _C.set_part  # set_part(hook, path, part): what graphs meet at a path of a hook's container is another hook's
 Enabled = _C.Enabled
-# What compiled graphs look at before they run: now.measured, whether any monitor measures; now.rows, which rows count,
-# by Flags.monitor. now.add(enabled) is a monitor's part: part.left_out, whether that is evaluation for it.
-# In a recomputation all is as it was in the forward. always: as if the monitor measured all the time.
-Now = _C.Now
-Part = _C.Part
-now = Now()
 name_thread = _C.name_thread  # name_thread(threading.get_ident()): for the threads of this one's backward
 Times = _C.Times
 Hook = _C.Hook

@@ -9,7 +9,6 @@ import ctypes
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar
@@ -142,7 +141,7 @@ class Enabled:
                 f"{open.dtype} {list(open.shape)} on {open.device}"
             )
         self.open = open
-        self.is_open = ctypes.c_int32.from_address(open.data_ptr())
+        self._is_open = ctypes.c_int32.from_address(open.data_ptr())
         self.is_paused = False
         self.sampling = 1, 0  # of the open step: of activations and gradients, every so-many-th row from one on is read
         self.times: Times | None = None
@@ -158,6 +157,10 @@ class Enabled:
         self._counted = tuple(all)
 
     @property
+    def is_open(self) -> bool:
+        return bool(self._is_open.value)
+
+    @property
     def leaves_out(self) -> bool:
         """Return whether a forward that runs now is evaluation, which is not measured."""
         root = None if self._root is None else self._root()
@@ -169,7 +172,7 @@ class Enabled:
 
     def is_open_here(self) -> bool:
         """Return whether to measure here. A CUDA graph captures always: in a replay the flag on the device decides."""
-        return bool(self.is_open.value) or (not self.is_paused and _is_capturing())
+        return self.is_open or (not self.is_paused and _is_capturing())
 
     def find_counted(self) -> Counted | None:
         """The innermost of this thread; in a backward that another thread called, of that one. None: all counts."""
@@ -180,107 +183,3 @@ class Enabled:
     def span(self, calls: int = 0) -> Any:
         times = self.times  # another thread may close the step
         return nullcontext() if times is None else times.span(calls)
-
-
-def _as_in_c(get: Callable[[Any], Any]) -> Any:
-    """A property that dynamo does not look into: it guards what is returned, as of one that is C."""
-    opaque = ctypes.pythonapi.PyInstanceMethod_New
-    opaque.restype, opaque.argtypes = ctypes.py_object, [ctypes.py_object]
-    return property(opaque(get))
-
-
-class _AllRows(NamedTuple):
-    """Never changed, as answers hold it. By monitor: for graphs, and with the streams on which they were written."""
-
-    told: dict[str, tuple[tuple[torch.Tensor, torch.Tensor], ...]]
-    made: dict[str, list[Rows]]
-
-
-class _Answer(NamedTuple):
-    thread: int
-    node: int  # the number of the next node of the graph when it was given
-    measured: bool
-    left_out: tuple[Enabled, ...]
-    rows: _AllRows
-
-    def is_like(self, other: _Answer) -> bool:
-        return self[2:4] == other[2:4] and self.rows is other.rows
-
-
-class Now:
-    """The values that guards of compiled graphs read before the graphs run: csrc/now.h.
-
-    A node of the graph does not tell Python its thread: where a thread has given no answer, that of any counts.
-    """
-
-    def __init__(self) -> None:
-        self._monitors: list[Enabled] = []
-        self._rows: dict[int, _AllRows] = {}  # by thread
-        self._none = _AllRows({}, {})
-        self._answers: deque[_Answer] = deque(maxlen=32)
-
-    def add(self, enabled: Enabled) -> Part:
-        self._monitors.append(enabled)
-        return Part(self, enabled)
-
-    def remove(self, enabled: Enabled) -> None:
-        self._monitors = [each for each in self._monitors if each is not enabled]
-        if not self._monitors:
-            self._answers.clear()
-
-    def set_rows(self, thread: int, monitor: str, rows: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """The rows that count of what a thread measures for a monitor, just written; none: all."""
-        before = self._rows.pop(thread, self._none)
-        told, made = before.told | {monitor: ()}, before.made | {monitor: []}
-        del told[monitor], made[monitor]
-        if rows:
-            told[monitor], made[monitor] = tuple(rows), _mark_written(rows)
-        if told:
-            self._rows[thread] = _AllRows(told, made)
-
-    monitors = property(lambda self: len(self._monitors))
-    measured = _as_in_c(lambda self: self._answer().measured)
-
-    @_as_in_c
-    def rows(self) -> dict[str, tuple[tuple[torch.Tensor, torch.Tensor], ...]]:
-        """Return the rows by monitor. The caller goes on to use them on the current stream."""
-        all = self._answer().rows
-        for made in all.made.values():
-            for each in made:
-                each.prepare_use()
-        return all.told
-
-    def leaves_out(self, enabled: Enabled) -> bool:
-        return any(each is enabled for each in self._answer().left_out)
-
-    def _answer(self) -> _Answer:
-        node = torch._C._current_autograd_node() if backward_is_running() else None
-        thread = threading.get_ident()
-        if node is not None:
-            # A reentrant checkpoint's node comes just before what its forward asks.
-            given = [each for each in reversed(self._answers) if each.node <= node._sequence_nr() + 1]
-            for each in [*(each for each in given if each.thread == thread), *given]:
-                return each
-        counting = [each for each in self._monitors if each.is_open.value]
-        left_out = tuple(each for each in counting if each.leaves_out)
-        measured = len(left_out) < len(counting)
-        rows = self._rows.get(thread, self._none) if measured else self._none
-        now = _Answer(thread, torch._C._autograd._get_sequence_nr(), measured, left_out if measured else (), rows)
-        if node is None:
-            before = next((each for each in reversed(self._answers) if each.thread == thread), None)
-            if before is not None and before.is_like(now):
-                return before
-            self._answers.append(now)
-        return now
-
-
-class Part:
-    """The part of one monitor, as an object of its own, because guards read attributes."""
-
-    def __init__(self, now: Now, enabled: Enabled) -> None:
-        self._now, self._enabled = now, enabled
-
-    left_out = _as_in_c(lambda self: self._now.leaves_out(self._enabled))
-
-    def remove(self) -> None:
-        self._now.remove(self._enabled)

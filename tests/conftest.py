@@ -17,6 +17,7 @@ import torch
 import hookstats
 from hookstats import _native, _operators
 from hookstats.numbers import fields
+from hookstats.watch import guards
 from tests import reference
 from tests.cuda_on_cpu.loading import Harness, load_harness
 from tests.guarded import guarded_copy, guarded_zeros, with_lazy_bits
@@ -104,7 +105,7 @@ def _same_random_numbers_in_every_run() -> None:
 @pytest.fixture
 def only_monitors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The monitors of other tests, still open, have no part in which programs run."""
-    monkeypatch.setattr(_native, "now", _native.Now())
+    monkeypatch.setattr(guards, "now", guards.Now())
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ from hookstats.modules.channels import ChannelAxis
 from hookstats.tools.undo import ModuleState, RandomState, eager, pause_statistics
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.flags import is_capturing
+from hookstats.watch.guards import Rows
 from hookstats.watch.hooks import FedHook, SiteSpec
-from hookstats.watch.memory import Rows
 from hookstats.watch.wrappers import is_wrapper
 
 KIND = "adjoint"

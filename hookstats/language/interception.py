@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.attention import flex_attention as flex
 
-from hookstats import _native
 from hookstats.modules import order
+from hookstats.watch import guards
 
 _log = logging.getLogger("hookstats")
 
@@ -35,7 +35,7 @@ class Entering(order.ModuleHook):
 
     def __call__(self, module: Any, args: Any) -> None:
         if torch.compiler.is_compiling():
-            if _native.now.measured:
+            if guards.now.measured:
                 enter(self)
         elif any(each.is_wanted() for each in self.watchers):
             enter(self)

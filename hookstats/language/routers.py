@@ -18,9 +18,10 @@ from hookstats.modules.containers import walk
 from hookstats.numbers.fields import Site
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.flags import is_capturing
+from hookstats.watch.guards import Rows
 from hookstats.watch.hooks import SiteSpec
 from hookstats.watch.ignoring import rows_on
-from hookstats.watch.memory import Rows, local_part
+from hookstats.watch.memory import local_part
 from hookstats.watch.skipping import InsideCapture
 from hookstats.watch.wrappers import is_a_mere_shape
 

@@ -20,8 +20,8 @@ from hookstats.modules.containers import walk
 from hookstats.modules.sharding import is_dtensor
 from hookstats.numbers.token_weights import NAMES
 from hookstats.watch.binding import SiteBinder
+from hookstats.watch.guards import Rows
 from hookstats.watch.hooks import FedGradientHook, SiteSpec
-from hookstats.watch.memory import Rows
 from hookstats.watch.wrappers import is_a_mere_shape
 
 KIND = "token_weights"

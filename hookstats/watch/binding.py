@@ -17,9 +17,10 @@ from hookstats.modules.containers import REST, walk
 from hookstats.watch.fitting import Fitting
 from hookstats.watch.flags import TrainingOnly, is_capturing
 from hookstats.watch.graphs import observe_tensor, read_sharding_note, teach_the_compiler
+from hookstats.watch.guards import Rows
 from hookstats.watch.hooks import InputHook, SiteHook, SiteSpec
 from hookstats.watch.ignoring import Ignoring
-from hookstats.watch.memory import Entry, Rows, StateStore, accumulate
+from hookstats.watch.memory import Entry, StateStore, accumulate
 from hookstats.watch.skipping import InsideCapture, Problem, Skipping, say_reason
 from hookstats.watch.wrappers import channel_dim_of_site, is_a_mere_shape, is_wrapper, note_sharding_of
 

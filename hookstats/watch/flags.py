@@ -14,6 +14,7 @@ from torch import nn
 
 from hookstats import _native
 from hookstats.modules.selection import unwrap
+from hookstats.watch import guards
 
 
 def is_capturing() -> bool:
@@ -22,7 +23,7 @@ def is_capturing() -> bool:
 
 
 class Monitors:
-    """Each attached monitor's part of _native.now, as an attribute of its name.
+    """Each attached monitor's part of `hookstats.watch.guards.now`, as an attribute of its name.
 
     Graphs take it from here, not from their hooks: what is found on the same way is looked at once before a graph runs,
     not once for each hook.
@@ -86,7 +87,7 @@ class TrainingOnly:
         self._wanted = wanted
         self._is_decided = wanted is False
         self._enabled = flags.enabled
-        part = _native.now.add(self._enabled)
+        part = guards.now.add(self._enabled)
         setattr(MONITORS, flags.monitor, part)
         self._at_its_end = weakref.finalize(root, _forget, part, self._enabled, flags.monitor)
         self.begin_step()
@@ -110,7 +111,7 @@ class TrainingOnly:
         self._at_its_end()
 
 
-def _forget(part: _native.Part, enabled: _native.Enabled, monitor: str) -> None:
+def _forget(part: guards.Part, enabled: _native.Enabled, monitor: str) -> None:
     part.remove()
     delattr(MONITORS, monitor)
     enabled.decide_by(None)

@@ -16,9 +16,10 @@ from hookstats._warn import WarnOnce
 from hookstats.modules.containers import walk
 from hookstats.modules.order import on_compiler_import
 from hookstats.modules.sharding import Sharding, find_sharding, is_dtensor
+from hookstats.watch import guards
 from hookstats.watch.flags import MONITORS
+from hookstats.watch.guards import Rows
 from hookstats.watch.ignoring import rows_on
-from hookstats.watch.memory import Rows
 from hookstats.watch.wrappers import part_here
 
 _warn_once = WarnOnce()
@@ -29,7 +30,7 @@ def is_measured(hook: Any) -> bool:
 
     It is as soon as any monitor measures, whose forward it may be: which of them do is seen when the graph runs.
     """
-    if is_exporting() or not _native.now.measured:
+    if is_exporting() or not guards.now.measured:
         return False
     part = getattr(MONITORS, hook.monitor, None)
     return part is not None and not part.left_out

@@ -16,7 +16,8 @@ from hookstats.modules.order import ModuleHook
 from hookstats.modules.sharding import Sharding
 from hookstats.numbers.fields import Site
 from hookstats.watch.graphs import is_measured, mark_static_address, observe, observe_gradient, observe_in_graph
-from hookstats.watch.memory import Entry, Rows, SiteState, StatePlace
+from hookstats.watch.guards import Rows
+from hookstats.watch.memory import Entry, SiteState, StatePlace
 
 Kinds: TypeAlias = tuple[str | None, str | None]  # of a hook's sites: the tensor's, its gradient's
 

@@ -11,8 +11,10 @@ import torch
 from hookstats import _native
 from hookstats._warn import WarnOnce
 from hookstats.modules.order import has_compiled
+from hookstats.watch import guards
 from hookstats.watch.flags import is_capturing
-from hookstats.watch.memory import Rows, StateStore, local_part
+from hookstats.watch.guards import Rows
+from hookstats.watch.memory import StateStore, local_part
 
 _SAMPLED = "sampled "  # before the name of a monitor: of the rows that count, those that are read
 
@@ -25,7 +27,7 @@ def rows_on(device: torch.device, monitor: str, is_sampled: bool = False) -> Row
     From a global, because of whatever hangs on a module graphs take the address to stay the same, and
     mode="reduce-overhead" would record them anew for each new set of rows.
     """
-    found, given = None, _native.now.rows
+    found, given = None, guards.now.rows
     name = _SAMPLED + monitor if is_sampled and _SAMPLED + monitor in given else monitor
     for rows in given.get(name, ()):
         if rows[0].device == device:
@@ -85,9 +87,9 @@ class Ignoring:
 
     def _set_rows(self, entered: _Entered, rows: list[Rows], sampled: list[Rows]) -> None:
         """Tell graphs."""
-        _native.now.set_rows(entered.thread, self._store.flags.monitor, rows)
+        guards.now.set_rows(entered.thread, self._store.flags.monitor, rows)
         if self._store.may_sample:
-            _native.now.set_rows(entered.thread, _SAMPLED + self._store.flags.monitor, sampled)
+            guards.now.set_rows(entered.thread, _SAMPLED + self._store.flags.monitor, sampled)
 
     def _sample_rows(self, rows: Rows) -> Rows:
         """Return those that are read in this step; all of them for a CUDA graph, which is of all steps."""

@@ -12,7 +12,7 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ from hookstats.modules.sharding import LocalShard, Sharding
 from hookstats.numbers.fields import FIELDS, Bins, LinearBins, Site, histogram_shape, kernel_block
 from hookstats.numbers.kinds import has_rows
 from hookstats.watch.flags import Flags
+from hookstats.watch.guards import Rows
 
 TOTALS = -1  # the "block" of a device that `StateStore.take_totals` returns
 _SLOTS = 1024  # made at a time
@@ -43,11 +44,6 @@ class SiteState(NamedTuple):
     high: float
     block: int  # of values whose exponents are compared, as csrc/kernels.h has it; 0: none
     is_sampled: bool  # some of a tensor's rows alone are read, where `Enabled.sampling` says so
-
-
-# What counts of the tensors that a mask is about: the numbers of its rows that do, at the beginning of a tensor of the
-# mask's shape, and how many they are; both int32, on one device. Kernels read them, nobody waits.
-Rows: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 def accumulate(x: torch.Tensor, state: SiteState, rows: Rows | None = None) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import hookstats
-from hookstats import _native
+from hookstats.watch import guards
 from tests.plain import hearing
 
 
@@ -34,13 +34,13 @@ def test_whatever_fails_while_it_is_attached_leaves_no_hook_and_no_recording(
         raise KeyboardInterrupt(where)
 
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    threads, monitors = threading.active_count(), _native.now.monitors
+    threads, monitors = threading.active_count(), guards.now.monitors
     with monkeypatch.context() as patched:
         patched.setattr(f"hookstats.attaching.{where}", broken)
         with pytest.raises(KeyboardInterrupt):
             hookstats.attach(model, every=1, tensors=("output", "input"), sinks=hookstats.record(tmp_path / "run"))
     assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
-    assert (threading.active_count(), _native.now.monitors) == (threads, monitors)
+    assert (threading.active_count(), guards.now.monitors) == (threads, monitors)
     with hookstats.attach(model, every=1, sinks=hookstats.record(tmp_path / "run")) as monitor:  # nobody writes it
         model(torch.ones(2, 3))
         monitor.step()

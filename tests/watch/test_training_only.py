@@ -13,7 +13,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import hookstats
-from hookstats import Monitor, _native
+from hookstats import Monitor
+from hookstats.watch import guards
 from tests.models import Residual
 from tests.plain import OF_OUTPUTS, hearing
 
@@ -140,32 +141,32 @@ def test_taps_and_wrapped_tensors_are_left_out_of_evaluation() -> None:
 
 def test_detach_and_the_models_end_leave_nothing_behind() -> None:
     gc.collect()
-    before = _native.now.monitors
+    before = guards.now.monitors
     model, other = Residual(), Residual()
     mon = hookstats.attach(model)
-    assert _native.now.monitors == before + 1
+    assert guards.now.monitors == before + 1
     mon.detach()
-    assert _native.now.monitors == before
+    assert guards.now.monitors == before
     kept = hookstats.attach(other)
     gone = weakref.ref(other)
     del other
     gc.collect()
     assert gone() is None
-    assert _native.now.monitors == before
+    assert guards.now.monitors == before
     assert kept._binder.measures_now()  # asks no module that is gone
 
 
 def test_monitors_that_come_and_go_leave_no_finalizers_on_the_model() -> None:
     model = Residual()
     gc.collect()
-    before, monitors = len(weakref.finalize._registry), _native.now.monitors  # type: ignore[attr-defined]
+    before, monitors = len(weakref.finalize._registry), guards.now.monitors  # type: ignore[attr-defined]
     for _ in range(5):
         mon = hookstats.attach(model, tensors="output")
         mon.detach()
         mon.step()
     with pytest.raises(ValueError, match="attention"):
         hookstats.attach(model, tensors=("output", "attention"))
-    assert _native.now.monitors == monitors
+    assert guards.now.monitors == monitors
     del mon  # whose memory has one of its own
     gc.collect()
     assert len(weakref.finalize._registry) == before  # type: ignore[attr-defined]
