@@ -46,11 +46,11 @@ FUNCTIONS: dict[str, Call] = {
         {"which": "True x '' b'x' [] [x] [1] {} {a} ()", "every": "10**30", "group_size": "None {} {a}"}
         | {"dim": "None 0 -1 {} {a} 10**30"},
     ),
-    "ExponentBins": (hookstats.ExponentBins, {}, {"per_channel": ANY, "block": "None", "block_dim": "0 -1"}),
+    "ExponentBins": (hookstats.ExponentBins, {}, {"per_channel": "True", "block": "None", "block_dim": "0 -1"}),
     "LinearBins": (
         hookstats.LinearBins,
         {"lo": 0.0, "hi": 1.0, "n": 4},
-        {"lo": "0 -1", "hi": "3.5 True 10**30", "n": "", "per_channel": ANY},
+        {"lo": "0 -1", "hi": "3.5 True 10**30", "n": "", "per_channel": "True"},
     ),
     "Ranks": (hookstats.Ranks, {"group": 3}, {"placements": "None {} {a}", "spread": "True", "timeout": ""}),
     "Ranks of nobody": (hookstats.Ranks, {}, {"group": ANY.removeprefix("None ")}),
@@ -179,6 +179,10 @@ def test_a_wrong_argument_of_what_was_measured_is_told() -> None:
         for bad in BAD:
             for call in (monitor.check, monitor.recorded, monitor.snapshot, monitor.ignore):
                 refused(lambda: call(bad))  # noqa: B023
+            refused(lambda: monitor.tap(torch.ones(2), "tapped", bad))  # noqa: B023
+            refused(lambda: monitor.clip_grad_norm_(bad, 1.0))  # noqa: B023
+            refused(lambda: snapshot.select(tensors=bad))  # noqa: B023
+            refused(lambda: snapshot.top_channels("abs_max", bad))  # noqa: B023
             for call in (snapshot.select, snapshot.from_dict, snapshot.top_channels, stats.quantile, stats.share_above):
                 refused(lambda: call(bad))  # noqa: B023
             refused(lambda: hookstats.report.show(bad))  # noqa: B023

@@ -276,7 +276,8 @@ class ExponentBins:
     rows are ignored (`Monitor.ignore`), blocks are made of those that count.
 
     Raises:
-        ValueError: for another block or block_dim, and for blocks together with ``per_channel=True``.
+        TypeError: for a per_channel that is not True or False. ValueError: for another block or block_dim, and for
+            blocks together with ``per_channel=True``.
     """
 
     per_channel: bool = False
@@ -284,6 +285,7 @@ class ExponentBins:
     block_dim: int = -1
 
     def __post_init__(self) -> None:
+        _check_per_channel(self)
         if self.block not in (None, 16, 32) or isinstance(self.block, bool):
             raise ValueError(f"ExponentBins: block: expected 16, 32 or None, got {self.block!r}")
         if self.block_dim not in (-1, 0) or isinstance(self.block_dim, bool):
@@ -304,7 +306,7 @@ class LinearBins:
 
     Finite values outside are counted in ``Histogram.underflow`` and ``.overflow``. ``per_channel=True``: one for each
     channel, at 8 * (n + 2) bytes of state. ValueError unless lo < hi, and (hi - lo) * n is finite, in float32.
-    TypeError for what is no number.
+    TypeError for what is no number, and for a per_channel that is not True or False.
     """
 
     lo: float
@@ -313,6 +315,7 @@ class LinearBins:
     per_channel: bool = False
 
     def __post_init__(self) -> None:
+        _check_per_channel(self)
         if not isinstance(self.n, int) or isinstance(self.n, bool) or not 1 <= self.n <= 2**30:
             raise ValueError(f"LinearBins: expected n, the number of bins, from 1 to 2^30; got {self.n!r}")
         if not isinstance(self.lo, Real) or not isinstance(self.hi, Real):
@@ -325,6 +328,11 @@ class LinearBins:
 
 
 Bins: TypeAlias = ExponentBins | LinearBins
+
+
+def _check_per_channel(bins: Bins) -> None:
+    if not isinstance(bins.per_channel, bool):
+        raise TypeError(f"{type(bins).__name__}: per_channel: expected True or False, got {bins.per_channel!r}")
 
 
 def bins_to_json(bins: Bins) -> dict[str, Any]:

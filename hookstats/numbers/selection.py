@@ -58,6 +58,8 @@ def choose(
     """
     sites = list(known)
     globs = as_globs(f"{where}: names", names, [site.name for site in sites])
+    if not isinstance(tensors, Iterable | None):
+        raise TypeError(f"{where}: tensors: expected kinds of tensors, or None for all; got {tensors!r}")
     kinds = None if tensors is None else [tensors] if isinstance(tensors, str) else list(tensors)
     for kind in kinds or ():
         if not isinstance(kind, str) or not any(is_of_kind(site.tensor, kind) for site in sites):

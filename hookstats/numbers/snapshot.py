@@ -355,8 +355,8 @@ class Snapshot(Mapping[Site, SiteStats]):
         self, argument: str, of: tuple[list[Site], Counts, Stats[Array]], statistic: str, k: int
     ) -> list[ChannelValue]:
         _check_statistics(argument, [statistic])
-        if k < 1:
-            raise ValueError(f"{argument}: expected k >= 1, got {k}")
+        if not isinstance(k, int) or isinstance(k, bool) or k < 1:
+            raise ValueError(f"{argument}: expected k, a number of at least 1, got {k!r}")
         sites, widths, stats = of
         values = getattr(stats, statistic)
         known = values[~np.isnan(values)]

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from hookstats.watch.overhead import Stopwatch, TimedStep
+from hookstats.watch.overhead import Overhead, Stopwatch, TimedStep
 from hookstats.watch.sampling import AGAIN, WHOLE_STEPS, Sampling
 
 _log = logging.getLogger("hookstats")
@@ -54,10 +54,10 @@ class Budget:
         share: float,
         stopwatch: Stopwatch,
         sampling: Sampling,
-        idle: Callable[[], float],
+        overhead: Callable[[], Overhead],
         agree: Callable[[list[float]], list[float]],
     ) -> None:
-        """idle: microseconds that hookstats takes of a step that is not measured; NaN: not known.
+        """overhead: `Monitor.overhead`, whose skipped_host may be NaN.
 
         agree: the largest of each number, over all ranks that measure together; they wait for each other, once.
         """
@@ -65,7 +65,7 @@ class Budget:
         self._share = share
         self._stopwatch = stopwatch
         self._sampling = sampling
-        self._idle = idle
+        self._overhead = overhead
         self._agree = agree
         self._begun = 0  # steps
         self._timed: dict[str, list[TimedStep]] = {kind: [] for kind in _KINDS}
@@ -100,7 +100,7 @@ class Budget:
         bare, *measured = shortest
         hosts = [min((each.host_us for each in self._timed[kind]), default=0.0) for kind in _KINDS[1:]]
         added = [max(us - bare, host) for us, host in zip(measured, hosts, strict=True)]
-        idle = self._idle()
+        idle = self._overhead().skipped_host
         bare, idle, whole, part = self._agree([bare, 0.0 if math.isnan(idle) else idle, *added])
         self._timed.clear()
         self.choice = choose(self._share, bare, idle, whole, part)

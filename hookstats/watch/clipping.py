@@ -19,7 +19,10 @@ def clip_grad_norm_(
     watched: Parameters, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float
 ) -> torch.Tensor:
     """See `hookstats.Monitor.clip_grad_norm_`."""
-    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    given = list(given) if isinstance(given, Iterable) else [given]
+    if not all(isinstance(each, torch.Tensor) for each in given):
+        raise TypeError(f"clip_grad_norm_: expected a tensor or several, got {parameters!r}")
     measured = watched.measure_before_clipping(given)
     if not measured or _is_on_ranks([gradient for _, gradient in measured]):
         return nn.utils.clip_grad_norm_(given, max_norm)

@@ -81,8 +81,7 @@ class Monitor:
         self._declared = declared
         self._judging = Judging(delivery.recorders, delivery.sinks, binder.warn_once, binder.store.strict)
         self._stopwatch = Stopwatch(binder.store.flags, device)
-        idle = lambda: self.overhead().skipped_host  # noqa: E731
-        self._budget = None if budget is None else Budget(budget, self._stopwatch, self._sampling, idle, agree)
+        self._budget = None if budget is None else Budget(budget, self._stopwatch, self._sampling, self.overhead, agree)
         self._closed = 0  # measured steps
         self._taps = Taps(binder, tap_channels)
         self._step = 0
@@ -179,7 +178,8 @@ class Monitor:
         self._begin_step(self._is_due() or self._judging.is_escalated(self._step))
         self._delivery.receive(wait=False)
         self._look()
-        self._sample()
+        if self._sampling.begin_step():  # decides which rows the step that begins reads
+            self._binder.ignoring.refresh()
         if self._judging.is_escalated(self._step) and not self._measured:
             self._begin_step(True)
 
@@ -188,11 +188,6 @@ class Monitor:
         if self._judging.look(self._step):
             self._sampling.read_whole()
             self._parameters.read_whole()
-
-    def _sample(self) -> None:
-        """Decides which rows the step that begins reads."""
-        if self._sampling.begin_step():
-            self._binder.ignoring.refresh()
 
     def _begin_step(self, measured: bool) -> None:
         if measured and not self._measured:
@@ -321,7 +316,8 @@ class Monitor:
         None: by evidence, as for a module whose type does not tell it.
 
         Raises:
-            TypeError: if `tensor` is no tensor, or `name` no string. ValueError: if a watched module has that name.
+            TypeError: if `tensor` is no tensor, `name` no string, or `channel_dim` neither an int nor None. ValueError:
+                if a watched module has that name.
         """
         return self._taps.tap(tensor, name, channel_dim)
 

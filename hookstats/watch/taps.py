@@ -33,6 +33,8 @@ class Taps:
             return tensor
         if not isinstance(tensor, torch.Tensor) or not isinstance(name, str):
             raise TypeError(f"tap: expected a tensor and a name, got {type(tensor).__name__} and {name!r}")
+        if channel_dim is not None and (not isinstance(channel_dim, int) or isinstance(channel_dim, bool)):
+            raise TypeError(f"tap: channel_dim: expected a dimension or None, got {channel_dim!r}")
         hook = self._hooks.get(name)
         if hook is None and self._binder.measures_now() and not is_a_mere_shape(tensor):
             with self._store.lock:

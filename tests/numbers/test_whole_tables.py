@@ -100,7 +100,7 @@ def test_top_channels_are_the_largest_of_all_sites(statistic: str, k: int, scale
 def test_top_channels_refuse_what_is_no_statistic_and_no_number() -> None:
     with pytest.raises(ValueError, match=r"top_channels: expected one of count.*got 'size'"):
         taken().top_channels("size", 3)
-    with pytest.raises(ValueError, match="top_channels: expected k >= 1, got 0"):
+    with pytest.raises(ValueError, match="top_channels: expected k, a number of at least 1, got 0"):
         taken().top_channels("rms", 0)
 
 
