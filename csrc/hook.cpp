@@ -95,7 +95,7 @@ void delete_hook(PyObject* hook) {
 PyType_Slot hook_slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_hook)},
                             {Py_tp_dealloc, reinterpret_cast<void*>(delete_hook)},
                             {0, nullptr}};
-PyType_Spec hook_spec = {"hookstats._C.Hook", sizeof(HookObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+PyType_Spec hook_spec = {"hookstats._native._C.Hook", sizeof(HookObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
                          hook_slots};
 
 at::Tensor tensor_of(PyObject* object) {

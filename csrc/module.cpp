@@ -1,4 +1,4 @@
-// The Python module: what hookstats/_native.py imports besides the operators.
+// The Python module: what hookstats/_native/__init__.py imports besides the operators.
 
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <torch/csrc/PyInterpreter.h>

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import hookstats
-from hookstats import _native, _operators
+from hookstats import _native
+from hookstats._native import operators
 from hookstats.numbers import fields
 from hookstats.watch import guards
 from tests import reference
@@ -131,9 +132,9 @@ def one_thread(threads: None) -> None:
 
 
 @functools.cache
-def harness_operators() -> _operators.Operators:
+def harness_operators() -> operators.Operators:
     """Return the harness's operators, once it is loaded."""
-    return _operators.Operators("hookstats_cuda_on_cpu")
+    return operators.Operators("hookstats_cuda_on_cpu")
 
 
 @pytest.fixture(scope="session")
@@ -191,7 +192,7 @@ class Backend:
         self.ops = ops
         self.device = device
         self.operators = _native.OPS if ops is torch.ops.hookstats else harness_operators()
-        self.totals = functools.partial(_operators.Totals, self.operators)
+        self.totals = functools.partial(operators.Totals, self.operators)
 
     def accumulate(
         self,
@@ -213,7 +214,7 @@ class Backend:
         active = torch.ones(1, dtype=torch.int32, device=self.device) if active is None else active
         columns = zip(*(state.tensors for state in states), strict=True)
         of_bins = (*states[0].range, states[0].block)
-        return _operators.Batch(self.operators, *map(list, columns), [active] * len(states), channel_dims, *of_bins)
+        return operators.Batch(self.operators, *map(list, columns), [active] * len(states), channel_dims, *of_bins)
 
     def merge(self, into: State, other: State) -> None:
         self.ops.merge(*into.tensors, *other.tensors)

@@ -29,7 +29,7 @@ FILES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 @functools.cache
 def imports(path: Path) -> frozenset[str]:
     """Modules that a file imports, at any depth, also by name."""
-    known = {f"hookstats.{name}" for name in [*FILES, "_C"]}
+    known = {f"hookstats.{name}" for name in [*FILES, "_native._C"]}
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

@@ -28,10 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_figure": set(),
     "_lazy": set(),
     "sinks": {"_locks", "_warn", "numbers"},
-    "_operators": set(),
-    "_now": {"_operators"},
-    "_hook": {"_now", "_operators", "_warn"},
-    "_native": {"_hook", "_operators", "_warn", "numbers", "_C"},
+    "_native": {"_warn", "numbers"},
     "cluster": {"_native", "_warn", "modules", "numbers"},
     "watch": {"_native", "_warn", "cluster", "modules", "numbers"},
     "language": {"_native", "_warn", "modules", "numbers", "watch"},
@@ -120,8 +117,8 @@ def test_no_two_classes_have_one_name_but_the_callbacks_of_two_trainers() -> Non
 
 
 def test_one_file_names_torch_ops_and_one_the_extension() -> None:
-    assert [name for name, path in FILES.items() if "torch.ops" in path.read_text()] == ["_operators"]
-    assert [name for name, path in FILES.items() if "_C" in inner(path)] == ["_native"]
+    assert [name for name, path in FILES.items() if "torch.ops" in path.read_text()] == ["_native.operators"]
+    assert [name for name, path in FILES.items() if "_native._C" in inner(path)] == ["_native"]
 
 
 def test_kernels_know_nothing_of_torch() -> None:

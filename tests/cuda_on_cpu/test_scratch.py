@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hookstats import _native, _operators
+from hookstats import _native
+from hookstats._native import operators
 from hookstats.watch.flags import Flags
 from tests.conftest import DTYPES, Backend, State, check
 from tests.cuda_on_cpu.test_other_gpus import A100
@@ -267,7 +268,7 @@ def test_closings_come_behind_one_that_gives_memory_away(imitated: Backend) -> N
     imitated.accumulate(x, 1)
     ops.order()
     ops.use_stream(263)
-    _operators.give_away(imitated.operators, [torch.zeros(1)])
+    operators.give_away(imitated.operators, [torch.zeros(1)])
     assert ops.order() == ["wait 263 behind 262", "record 261", "wait 263 behind 261", "record 263"]
     ops.use_stream(264)
     ops.close_step([])
@@ -278,7 +279,7 @@ def test_what_switches_measuring_on_and_off_is_written_inside_of_a_closing(
     imitated: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ops, x = imitated.ops, normal(8, 8).float()
-    monkeypatch.setattr(_native, "set_flags", functools.partial(_operators.set_flags, imitated.operators))
+    monkeypatch.setattr(_native, "set_flags", functools.partial(operators.set_flags, imitated.operators))
     flags = Flags()
     version = flags.host._version
     for value in (True, False):

@@ -10,28 +10,29 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hookstats import _native, _operators
+from hookstats import _native
+from hookstats._native import operators
 from tests.conftest import Backend, State, check
 from tests.kernels.test_kernels import LAYOUTS, normal
 
 
 def test_copies_of_blocks_and_zeros(backend: Backend) -> None:
     blocks = [torch.arange(9, device=backend.device), torch.arange(70_000, device=backend.device)]
-    copies = _operators.Copies(backend.operators).take(blocks, True)
+    copies = operators.Copies(backend.operators).take(blocks, True)
     assert [each.tolist() == list(range(len(each))) for each in copies] == [True, True]
     assert not any(block.any() for block in blocks)
     again = [torch.ones(3, dtype=torch.int64, device=backend.device)]
-    assert _operators.Copies(backend.operators).take(again, False)[0].tolist() == again[0].tolist() == [1, 1, 1]
+    assert operators.Copies(backend.operators).take(again, False)[0].tolist() == again[0].tolist() == [1, 1, 1]
     backend.operators.clear(again)
     assert again[0].tolist() == [0, 0, 0]
     with pytest.raises(RuntimeError, match=r"take: expected contiguous int64, got Float"):
-        _operators.Copies(backend.operators).take([torch.zeros(3, device=backend.device)], False)
+        operators.Copies(backend.operators).take([torch.zeros(3, device=backend.device)], False)
 
 
 def test_memory_is_copied_whatever_mode_is_active() -> None:
     block = torch.arange(5)
     with FakeTensorMode():
-        (copy,) = _operators.Copies(_native.OPS).take([block], False)
+        (copy,) = operators.Copies(_native.OPS).take([block], False)
     assert copy.tolist() == [0, 1, 2, 3, 4]
 
 
@@ -70,7 +71,7 @@ def test_no_call_leaves_memory_behind() -> None:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
     states = [State(1, "none", "cpu")]
-    batch, copies = Backend("cpu", torch.ops.hookstats, "cpu").batch(states, [0]), _operators.Copies(_native.OPS)
+    batch, copies = Backend("cpu", torch.ops.hookstats, "cpu").batch(states, [0]), operators.Copies(_native.OPS)
     x, block = torch.zeros(3), torch.zeros(8, dtype=torch.int64)
     for _ in range(2):  # what is made once, first
         before = resident()
@@ -96,7 +97,7 @@ def test_a_site_of_a_hook_in_python_gets_the_same_bits(backend: Backend, layout:
 
 
 def test_a_library_without_an_operator_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    names: Any = [*_operators._NAMES, "measure_souls"]
-    monkeypatch.setattr(_operators, "_NAMES", names)
+    names: Any = [*operators._NAMES, "measure_souls"]
+    monkeypatch.setattr(operators, "_NAMES", names)
     with pytest.raises(ImportError, match="older than the Python files beside it, without measure_souls"):
-        _operators.Operators("hookstats")
+        operators.Operators("hookstats")

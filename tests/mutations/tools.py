@@ -7,7 +7,7 @@ from tests.mutations import Mutant
 MUTANTS = [
     Mutant(
         "without glue a recomputation is counted",
-        "hookstats/_hook.py",
+        "hookstats/_native/hook.py",
         """        if not backward_is_running():
             _ops.fold(x, observed.site.number)""",
         "        _ops.fold(x, observed.site.number)",
@@ -15,14 +15,14 @@ MUTANTS = [
     ),
     Mutant(
         "without glue modes see what a hook asks of a tensor",
-        "hookstats/_hook.py",
+        "hookstats/_native/hook.py",
         "return not (torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())",
         "return True",
         "tests/glue/test_without_glue.py -k modes",
     ),
     Mutant(
         "what was copied is allocated as the active mode says",
-        "hookstats/_operators.py",
+        "hookstats/_native/operators.py",
         "with torch._C._DisableTorchDispatch():  # memory is to be real, whatever mode is active",
         "if True:",
         "tests/kernels/test_memory_of_states.py -k mode",

@@ -1,6 +1,6 @@
 """The state of measuring, in Python: which monitors are open, for whom, which rows count, and the time that it takes.
 
-It does what now.h and times.h of csrc do for a torch that no glue fits, see _hook.py.
+It does what now.h and times.h of csrc do for a torch that no glue fits, see hook.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from hookstats._operators import MadeOn, Operators, backward_is_running
+from hookstats._native.operators import MadeOn, Operators, backward_is_running
 
 _Found = TypeVar("_Found")
 _THREAD = "hookstats.thread"  # where the identity of a thread that ignores rows is left for those of its backward

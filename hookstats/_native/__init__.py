@@ -1,8 +1,8 @@
-"""Loads the extension. The only file that names hookstats._C.
+"""Loads the extension. The only file that names _C.
 
 The kernels are one library, which names nothing of torch: _kernels.so. The operators over them are another one, over
 torch's stable ABI, for every torch: _ops.so. Of C++ for one minor version of torch there is the hook alone, the glue:
-_glue/torch2_13/_C.*.so. A wheel has it for several; the one that fits is loaded. Where none does, _hook.py takes its
+_glue/torch2_13/_C.*.so. A wheel has it for several; the one that fits is loaded. Where none does, hook.py takes its
 place.
 """
 
@@ -21,23 +21,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hookstats import _hook, _operators
+from hookstats._native import hook, operators
 from hookstats._warn import warn
 from hookstats.numbers import fields
 
-_HERE = Path(__file__).parent
+_HERE = Path(__file__).parents[1]
 LIBRARY = _HERE / "_ops.so"
 _REBUILD = "`pip install --no-build-isolation --force-reinstall --no-deps .` in a checkout"
 
 
-def _load_operators() -> _operators.Operators:
+def _load_operators() -> operators.Operators:
     if not LIBRARY.exists():
         raise ImportError(
             f"hookstats is not built: no extension in {_HERE}. In a checkout run "
             "`python setup.py build_ext --inplace`, or leave its folder if hookstats is installed; else "
             "`pip install --no-build-isolation .`"
         )
-    return _operators.Operators("hookstats", LIBRARY)
+    return operators.Operators("hookstats", LIBRARY)
 
 
 def _load() -> tuple[Any, str]:
@@ -65,17 +65,17 @@ def _load() -> tuple[Any, str]:
 
 
 def _in_python() -> Any:
-    _hook.load(OPS)
-    return _hook
+    hook.load(OPS)
+    return hook
 
 
 def _glue(path: Path) -> Any:
-    spec = spec_from_file_location("hookstats._C", path)
+    spec = spec_from_file_location("hookstats._native._C", path)
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
-    sys.modules["hookstats._C"] = module
+    sys.modules["hookstats._native._C"] = module
     return module
 
 
@@ -93,10 +93,10 @@ def _minor(version: str) -> str:
 
 
 if TYPE_CHECKING:
-    from hookstats import _C
+    from hookstats._native import _C
 
-    OPS: _operators.Operators
-    WITHOUT_GLUE = ""  # why hookstats._hook takes its place; else empty
+    OPS: operators.Operators
+    WITHOUT_GLUE = ""  # why hook.py takes its place; else empty
 else:
     OPS = _load_operators()
     _C, WITHOUT_GLUE = _load()
@@ -125,15 +125,15 @@ merge = OPS.merge  # merge(moments, counters, histogram, from...): a state into 
 clear = OPS.clear  # clear(blocks): makes them zero between two kernels
 operator = OPS.define
 # (counter, amount, skip_recomputation): adds to a counter, in graphs; gradient hooks may change nothing otherwise.
-add = operator("add(Tensor(a!) counter, Tensor amount, bool skip_recomputation) -> ()", _operators.add)
-Batch: Any = functools.partial(_operators.Batch, OPS)
-Totals: Any = functools.partial(_operators.Totals, OPS)
-MadeOn: Any = functools.partial(_operators.MadeOn, OPS)
-Copies = functools.partial(_operators.Copies, OPS)
-set_flags = functools.partial(_operators.set_flags, OPS)
-give_away = functools.partial(_operators.give_away, OPS)
-backward_is_running = _operators.backward_is_running
-untraced = _operators.call_untraced
+add = operator("add(Tensor(a!) counter, Tensor amount, bool skip_recomputation) -> ()", operators.add)
+Batch: Any = functools.partial(operators.Batch, OPS)
+Totals: Any = functools.partial(operators.Totals, OPS)
+MadeOn: Any = functools.partial(operators.MadeOn, OPS)
+Copies = functools.partial(operators.Copies, OPS)
+set_flags = functools.partial(operators.set_flags, OPS)
+give_away = functools.partial(operators.give_away, OPS)
+backward_is_running = operators.backward_is_running
+untraced = operators.call_untraced
 
 # Of the hook, for this torch or in Python.
 # What graphs call for a tensor: (x, slot), with .rows also (rows, kept), with .part (x, slot, path, note, rows, kept).
@@ -156,7 +156,7 @@ bind = _C.bind
 def reserve_scratch(device: torch.device) -> int:
     """Allocates what the first launch on the current stream of a GPU needs, so that no hook has to; returns the bytes
     that all streams and CUDA graphs have there."""
-    number = _operators.number_of(device)
+    number = operators.number_of(device)
     try:
         reserved: int = OPS.reserve_scratch(number)
     except RuntimeError as error:
@@ -173,7 +173,7 @@ def load_kernels(device: torch.device, dtypes: Iterable[torch.dtype], histogram:
     """Loads what tensors of these dtypes need, where a driver would not do it while a CUDA graph is captured."""
     linear = isinstance(histogram, fields.LinearBins)
     kind = 0 if histogram is None else 3 if linear else 2 if histogram.per_channel else 1  # HistogramKind of csrc
-    OPS.load_kernels([DTYPES.index(dtype) for dtype in dtypes if dtype in DTYPES], kind, _operators.number_of(device))
+    OPS.load_kernels([DTYPES.index(dtype) for dtype in dtypes if dtype in DTYPES], kind, operators.number_of(device))
 
 
 def part(memory: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

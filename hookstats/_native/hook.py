@@ -1,6 +1,6 @@
 """The hook in Python, for a torch that csrc/hook.cpp was not built for: over the same operators, in graphs, too.
 
-It does what hook.cpp and slots.h do, whose comments say why; _now.py says what it measures. It is slower by some
+It does what hook.cpp and slots.h do, whose comments say why; now.py says what it measures. It is slower by some
 microseconds for each tensor.
 """
 
@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from hookstats import _now
-from hookstats._now import Counted, Enabled, Rows, Times, name_thread
-from hookstats._operators import Operators, SiteInPython, backward_is_running, has_no_data
+from hookstats._native import now
+from hookstats._native.now import Counted, Enabled, Rows, Times, name_thread
+from hookstats._native.operators import Operators, SiteInPython, backward_is_running, has_no_data
 from hookstats._warn import WarnOnce
 
-# What hookstats/_native.py takes of the glue, or of this file.
+# What hookstats/_native/__init__.py takes of the glue, or of this file.
 __all__ = ["Counted", "Enabled", "Hook", "Times", "bind", "call_in_c", "has_no_data", "lay_slots"]
 __all__ += ["load", "name_thread", "observe", "set_part", "take_failures"]
 
@@ -255,7 +255,7 @@ def load(ops: Operators) -> None:
     """Measure by these operators, and define those that graphs call."""
     global _ops
     _ops, run = ops, _observe_in_graph
-    _now.load(ops)
+    now.load(ops)
     ops.define("observe(Tensor x, Tensor(a!) slot) -> ()", run, batched=True)
     ops.define(
         "observe.rows(Tensor x, Tensor(a!) slot, Tensor rows, Tensor kept) -> ()",
