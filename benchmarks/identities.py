@@ -27,9 +27,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import hookstats
-from benchmarks.illnesses import healthy as illnesses_healthy
-from benchmarks.illnesses import more_healthy, public_healthy, training
-from benchmarks.illnesses.training import KINDS
+from benchmarks.illnesses import HEALTHY, KINDS, seed
 from benchmarks.law_trainings import CLIENTS
 from benchmarks.sampled import timed
 from hookstats.identities.measuring import WHOLE_STEPS
@@ -218,30 +216,25 @@ def of_kinds(kinds: list[str], measure: Callable[[Training], tuple[list[float], 
 
 
 def of_fleet(names: list[str]) -> None:
-    rooms = [room for room in (training, illnesses_healthy, more_healthy, public_healthy) if hasattr(room, "attached")]
     print(HELD)
-    for name, make in illnesses_healthy.HEALTHY.items():
-        if name in (names or illnesses_healthy.HEALTHY):
-            hold_training(name, lambda make=make: make().snapshots, [(room, "attached") for room in rooms])  # type: ignore[misc]
+    for name in names or HEALTHY:
+        hold_training(name, lambda name=name: HEALTHY[name].run().snapshots)  # type: ignore[misc]
 
 
 def clients(names: list[str]) -> None:
     print(HELD)
     for name in names or ("torchtitan, float32", "megatron, float32", "megatron, bfloat16"):
-        hold_training(name, lambda run=CLIENTS[name]: run(("output", "adjoint")), [(hookstats, "attach")])  # type: ignore[misc]
+        hold_training(name, lambda run=CLIENTS[name]: run(("output", "adjoint")))  # type: ignore[misc]
 
 
 HELD = "| training | identities | evaluations | z: largest | findings |\n|---|---|---|---|---|"
 
 
-def hold_training(name: str, run: Callable[[], list[hookstats.Snapshot]], places: list[tuple[Any, str]]) -> None:
-    """Run a training twice, and print a row: the first step of the first time shows what its model is given.
-
-    places: where it finds the function that attaches.
-    """
+def hold_training(name: str, run: Callable[[], list[hookstats.Snapshot]]) -> None:
+    """Run a training twice, and print a row: the first step of the first time shows what its model is given."""
     given, found, attach = list[tuple[Any, dict[str, Any]]](), list[Identities](), hookstats.attach
 
-    def look(model: nn.Module, *_: Any, **others: Any) -> hookstats.Monitor:
+    def look(model: nn.Module, **others: Any) -> hookstats.Monitor:
         model.register_forward_pre_hook(lambda _, args, kwargs: given.append((args, kwargs)), with_kwargs=True)
 
         def stop(_: hookstats.Snapshot) -> None:
@@ -249,20 +242,18 @@ def hold_training(name: str, run: Callable[[], list[hookstats.Snapshot]], places
 
         return attach(model, every=1, sinks=stop)
 
-    def hold(model: nn.Module, snapshots: Any = None, **others: Any) -> hookstats.Monitor:
-        how = others if snapshots is None else {"every": 1, "sinks": snapshots.append}
+    def hold(model: nn.Module, **how: Any) -> hookstats.Monitor:
+        found.append(Identities(model, [], []))
         if not given:  # its forward is not what a step runs
-            found.append(Identities(model, [], []))
             return attach(model, **how)
         args, kwargs = given[0]
-        found.append(hookstats.find_identities(model, lambda: model(*args, **kwargs)))
+        with contextlib.suppress(ValueError):  # of a forward that is another one each time
+            found[0] = hookstats.find_identities(model, lambda: model(*args, **kwargs))
         return attach(model, options=hookstats.Options(identities=found[0]), **how)
 
     for how in (look, hold):
-        with contextlib.ExitStack() as patched, contextlib.suppress(KeyboardInterrupt):
-            for place in places:
-                patched.enter_context(mock.patch.object(*place, how))
-            training.seeded()
+        with mock.patch.object(hookstats, "attach", how), contextlib.suppress(KeyboardInterrupt):
+            seed()
             taken = run()
     z, findings = z_of(taken), judge(taken, [identity, wrong_backward])
     largest = f"{max(z):.2g}" if z else "-"

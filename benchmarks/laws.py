@@ -6,19 +6,14 @@ Of each law how often it was held against something, and how far that was off, i
 from __future__ import annotations
 
 import argparse
-import functools
 import time
 import warnings
 from collections.abc import Iterator
-from unittest import mock
 
 import numpy as np
 import torch
 
-import hookstats
-from benchmarks.illnesses import more_healthy  # noqa: F401, it registers its own
-from benchmarks.illnesses.healthy import HEALTHY
-from benchmarks.illnesses.training import seeded
+from benchmarks.illnesses import HEALTHY, seed
 from benchmarks.law_trainings import CLIENTS, LANGUAGE, OTHERS, Make
 from hookstats import Snapshot
 from hookstats.numbers.token_weights import LOGITS, NAMES, ROUNDING, LogitsGradient, TokenWeights, logits_of
@@ -83,12 +78,10 @@ RESIDUALS = {"bias": bias, "cross_entropy": cross_entropy, "norm": norm, "optimi
 LAW = {"norm": "cross_entropy"}  # what is no law of its own
 
 
-def of_fleet(name: str, tensors: tuple[str, ...]) -> list[Snapshot]:
-    with mock.patch.object(hookstats, "attach", functools.partial(hookstats.attach, tensors=tensors)):
-        return HEALTHY[name]().snapshots
-
-
-FLEET: dict[str, Make] = {name: functools.partial(of_fleet, name) for name in HEALTHY}
+FLEET: dict[str, Make] = {
+    name: lambda tensors, name=name: HEALTHY[name].run(tensors=tensors).snapshots  # type: ignore[misc]
+    for name in HEALTHY
+}
 SETS = {"fleet": FLEET, "language": LANGUAGE, "others": OTHERS, "clients": CLIENTS}
 TRAININGS = FLEET | LANGUAGE | OTHERS | CLIENTS
 
@@ -136,7 +129,7 @@ def main() -> None:
     for name in chosen[first::step]:
         if time.monotonic() - begin > options.seconds:
             break
-        seeded()
+        seed()
         try:
             snapshots = TRAININGS[name](tensors)
         except Exception as error:  # a model that does not train in this precision on a CPU

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.illnesses import counted, ill, more, public_mistakes, twins  # noqa: F401, they register theirs
-from benchmarks.illnesses.training import ILL, run, seeded
+from benchmarks.illnesses import ILL, seed
 from hookstats import Site, Snapshot, report
 from hookstats.report.record import Recorded
 from hookstats.report.writing import kind_of_rule, kinds_of
@@ -25,11 +24,11 @@ from tests.identities import test_adjoint as adjoint
 from tests.identities import trainings as identities
 from tests.language import trainings
 from tests.report.browser import Browser
-from tests.rules import fleet, outside, tokens
+from tests.rules import outside, tokens
 
 PAGE = Path(__file__).with_name("rules.md")
 WIDE = 720
-# Of each rule a training: of benchmarks/illnesses, with its kind of model, of tests/rules/fleet, or of tests/language.
+# Of each rule a training: of benchmarks/illnesses, or of a room of tests.
 SHOWN = {
     "nonfinite": "a_weight_that_becomes_nan.gpt",
     "evaluation-mode": "a_validation_after_which_the_model_stays_in_evaluation_mode.cnn",
@@ -69,7 +68,7 @@ SHOWN = {
     "initial-loss": "initial_weights_thirty_times_too_large.gpt",
     "loss-spike": "spike_of_the_learning_rate",
     "gradient-norm-spike": "targets_that_are_ten_thousand_times_too_large_in_one_batch.mlp",
-    "exploding-gradients": "stack_with_large_weights",
+    "exploding-gradients": "a_deep_stack_without_norms_and_with_large_weights.mlp",
     "vanishing-gradients": "a_deep_stack_of_sigmoids.mlp",
     "dead-channels": "relus_that_adam_has_killed",
     "saturated-channels": "tanh_that_is_saturated_from_the_start.tanh",
@@ -127,7 +126,7 @@ ABSOLUTE = {
 
 
 def training(name: str) -> list[Snapshot]:
-    seeded()
+    seed()
     if name == "averaged_weights_that_are_not_put_back":
         return outside.snapshots()
     if name == "gradients_that_are_halved_while_an_optimizer_steps":
@@ -142,9 +141,7 @@ def training(name: str) -> list[Snapshot]:
         return drifting.snapshots(name)
     if name in trainings.ILL:
         return trainings.ILL[name]()
-    if name in fleet.ILL:
-        return fleet.run(fleet.ILL[name][0])
-    return run(next(each for each in ILL if f"{each.name}.{each.kind}" == name).make()).snapshots
+    return ILL[name].run().snapshots
 
 
 def picture(rule: str) -> None:

@@ -8,94 +8,44 @@ import pickle
 import statistics
 import time
 import warnings
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.illnesses import healthy, ill, more, public_mistakes  # noqa: F401, they register theirs
-from benchmarks.illnesses.counted import COUNTED
-from benchmarks.illnesses.healthy import HEALTHY, of_fleet
-from benchmarks.illnesses.more_healthy import MORE
-from benchmarks.illnesses.public_healthy import PUBLIC
-from benchmarks.illnesses.training import ILL, ROWS, Illness, Measured, run, seeded
-from benchmarks.illnesses.twins import TWINS
-from hookstats import Snapshot
-from hookstats.rules import Finding, judge
-from tests.rules import fleet
+from benchmarks.illnesses import HEALTHY, ILL, Training, alarms, diagnosis, thinned
+from benchmarks.illnesses.training import Measured
+from hookstats.rules import judge
 
 
-def measured(name: str, make: Callable[[], Measured], folder: Path | None) -> Measured:
+def measured(training: Training, folder: Path | None, rows: int) -> Measured:
     """A training, or what is known of it from the last time."""
-    file = None if folder is None else folder / f"{name}.pickle"
+    file = None if folder is None else folder / f"{training.key}.pickle"
     if file is not None and file.exists():
         known: Measured = pickle.loads(file.read_bytes())
         return known
-    seeded()
-    result = make()
+    result = training.run(rows=rows)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(pickle.dumps(result))
     return result
 
 
-def is_right(finding: Finding, illness: Illness) -> bool:
-    if finding.rule not in illness.rules or finding.step < illness.began:
-        return False
-    return illness.where is None or any(
-        site.name == place or site.name.startswith(f"{place}.") for place in illness.where for site in finding.sites
-    )
-
-
-def told(snapshots: list[Snapshot]) -> list[Finding]:
-    """Return the findings that stand for themselves."""
-    return [each for each in judge(snapshots) if each.because is None]
-
-
-def diagnosis(snapshots: list[Snapshot], illness: Illness) -> dict[str, Any]:
-    found = told(snapshots)
-    graver = [each for each in found if each.severity != "note"]
-    right = next((each for each in found if is_right(each, illness)), None)
-    return {
-        "found": right is not None,
-        "rule": None if right is None else right.rule,
-        "where": None if right is None or right.site is None else str(right.site),
-        "late": None if right is None else right.step - illness.began,
-        "before": sum(each.severity != "note" for each in (found if right is None else found[: found.index(right)])),
-        "told": len(graver),
-        "notes": len(found) - len(graver),
-        "all": [f"{each.rule}@{each.step}" for each in found],
-    }
-
-
-def of_ill(half: str | None, folder: Path | None, names: set[str]) -> Iterator[dict[str, Any]]:
-    trainings = [(each, lambda each=each: run(each.make())) for each in ILL]
-    for name, (make, rules) in fleet.ILL.items():
-        trainings.append((Illness(name, "fleet", make, rules, None, 0), of_fleet(make)))
-    for each, training in trainings:
-        if (names and each.name not in names) or (half and (half == "unseen") != each.is_unseen):
+def rows_of(registered: dict[str, Training], arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for each in registered.values():
+        if arguments.names and not {each.name, each.key} & set(arguments.names):
             continue
-        snapshots, losses = measured(f"{each.name}.{each.kind}", training, folder)
-        row = {"name": each.name, "kind": each.kind, "unseen": each.is_unseen, "losses": [losses[0], losses[-1]]}
-        yield row | {
-            "every step": diagnosis(snapshots, each),
-            "every tenth": diagnosis(fleet.thinned(snapshots, 10), each),
-        }
-
-
-def of_healthy(half: str | None, folder: Path | None, names: set[str]) -> Iterator[dict[str, Any]]:
-    for name, make in HEALTHY.items():
-        is_unseen = name in MORE or (name not in PUBLIC | TWINS | COUNTED and zlib.crc32(name.encode()) % 2 == 1)
-        if (names and name not in names) or (half and (half == "unseen") != is_unseen):
+        if arguments.half and (arguments.half == "unseen") != each.is_unseen:
             continue
-        snapshots, losses = measured(f"healthy.{name}", make, folder)
-        alarms = {
-            every: [f"{each.rule}@{each.step}" for each in told(kept) if each.severity != "note"]
-            for every, kept in (("every step", snapshots), ("every tenth", fleet.thinned(snapshots, 10)))
-        }
-        yield {"name": name, "unseen": is_unseen, "losses": [losses[0], losses[-1]], **alarms}
+        snapshots, losses = measured(each, arguments.save, arguments.rows)
+        row = {"name": each.name, "kind": each.kind, "key": each.key, "unseen": each.is_unseen}
+        row["losses"] = [losses[0], losses[-1]]
+        for every, kept in (("every step", snapshots), ("every tenth", thinned(snapshots, 10))):
+            row[every] = (
+                diagnosis(kept, each) if each.rules else [f"{one.rule}@{one.step}" for one in alarms(judge(kept))]
+            )
+        yield row
 
 
 def half(row: dict[str, Any]) -> str:
@@ -106,17 +56,17 @@ def half(row: dict[str, Any]) -> str:
 def sums(rows: list[dict[str, Any]], healthy_rows: list[dict[str, Any]]) -> Iterator[str]:
     yield "| half | measured | ill | found | late, median | at most 2 before | healthy | with alarms |"
     yield 8 * "|---" + "|"
-    for is_unseen in (False, True):
+    for name in ("seen", "unseen"):
         for every in ("every step", "every tenth"):
-            some = [row[every] for row in rows if row["unseen"] == is_unseen]
-            others = [row[every] for row in healthy_rows if row["unseen"] == is_unseen]
+            some = [row[every] for row in rows if half(row) == name]
+            others = [row[every] for row in healthy_rows if half(row) == name]
             if not some and not others:
                 continue
             found = [each for each in some if each["found"]]
             late = statistics.median([each["late"] for each in found]) if found else float("nan")
             few = sum(each["before"] <= 2 for each in found)
             yield (
-                f"| {'unseen' if is_unseen else 'seen'} | {every} | {len(some)} | {len(found)} | {late:g} | {few} | "
+                f"| {name} | {every} | {len(some)} | {len(found)} | {late:g} | {few} | "
                 f"{len(others)} | {sum(bool(each) for each in others)} |"
             )
 
@@ -129,14 +79,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rows", type=int, default=1, help="every so-many-th row is read")
     arguments = parser.parse_args()
-    ROWS.append(arguments.rows)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    began, names = time.perf_counter(), set(arguments.names)
+    began = time.perf_counter()
     rows, healthy_rows = [], []
     print("| illness | model | half | found | where | late | told before | told | every tenth |")
     print(9 * "|---" + "|")
-    for row in of_ill(arguments.half, arguments.save, names):
+    for row in rows_of(ILL, arguments):
         rows.append(row)
         each, tenth = row["every step"], row["every tenth"]
         found = each["rule"] or f"- ({', '.join(each['all'][:3])})"
@@ -147,10 +96,10 @@ def main() -> None:
             flush=True,
         )
     print("\n| healthy | half | alarms, every step measured | every tenth |\n|---|---|---|---|")
-    for row in of_healthy(arguments.half, arguments.save, names):
+    for row in rows_of(HEALTHY, arguments):
         healthy_rows.append(row)
-        alarms = (", ".join(row[every]) or "-" for every in ("every step", "every tenth"))
-        print(f"| {row['name'].replace('_', ' ')} | {half(row)} | {' | '.join(alarms)} |", flush=True)
+        told = (", ".join(row[every]) or "-" for every in ("every step", "every tenth"))
+        print(f"| {row['key'].replace('_', ' ')} | {half(row)} | {' | '.join(told)} |", flush=True)
     print()
     print(*sums(rows, healthy_rows), sep="\n")
     print(f"\n{time.perf_counter() - began:.0f} s")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,11 +14,8 @@ from torch.nn.functional import (
     one_hot,
 )
 
-from benchmarks.illnesses.healthy import HEALTHY, healthy
-from benchmarks.illnesses.training import Setup, adam, ill, sgd
-from tests.rules.fleet.models import layers
-
-_BEFORE = set(HEALTHY)
+from benchmarks.illnesses.models import Around, layers
+from benchmarks.illnesses.training import Setup, adam, healthy, ill, sgd
 
 # What norms and dropout make of few values
 
@@ -56,9 +52,9 @@ def _of_frozen_body(setup: Setup, train: bool) -> None:
     with torch.no_grad():
         for step in range(20):
             setup.model(setup.data(step)[0])
-    model: Any = setup.model
+    model = setup.model
     model[:-1].requires_grad_(False)
-    setup.make_optimizer = lambda model: sgd(0.1)(model[-1])  # type: ignore[index]
+    setup.make_optimizer = lambda model: sgd(0.1)(model[-1])
     setup.before.append(lambda step: model[:-1].train(train))
 
 
@@ -74,7 +70,7 @@ def a_frozen_body_in_evaluation_mode(setup: Setup) -> None:
 
 @ill("heavy-dropout", on=("mlp",), where=("1", "4"))
 def dropouts_that_were_given_the_share_to_keep(setup: Setup) -> None:
-    inner: Any = setup.model
+    inner = setup.model
     setup.model = nn.Sequential(*inner[:2], nn.Dropout(0.95), *inner[2:4], nn.Dropout(0.95), *inner[4:])
 
 
@@ -132,7 +128,7 @@ def a_loss_that_is_made_anew(setup: Setup) -> None:
 @healthy("mlp")
 def a_frozen_model_that_is_looked_at(setup: Setup) -> None:
     setup.model.requires_grad_(False)
-    setup.own_step = lambda step: cross_entropy(setup.model(setup.data(step)[0]), setup.data(step)[1])
+    setup.step = lambda step: cross_entropy(setup.model(setup.data(step)[0]), setup.data(step)[1])
 
 
 @ill("unchanged-parameters", on=("mlp",))
@@ -149,17 +145,12 @@ def _of_two_critics(setup: Setup, second: Callable[[nn.Module], nn.Module]) -> N
     first = layers(64, 64, 64, 10)
     setup.model = nn.ModuleDict({"one": first, "two": second(first)})
     setup.make_optimizer = adam(1e-3)
-    model: Any = setup.model
 
-    def step(number: int) -> torch.Tensor:
+    def loss_of(number: int) -> torch.Tensor:
         x, y = setup.data(number)
-        setup.optimizer.zero_grad()
-        loss = cross_entropy(model["one"](x), y) + cross_entropy(model["two"](x), y)
-        loss.backward()
-        setup.optimizer.step()
-        return loss.detach()
+        return cross_entropy(setup.model["one"](x), y) + cross_entropy(setup.model["two"](x), y)
 
-    setup.own_step = step
+    setup.loss_of = loss_of
 
 
 @ill("equal-modules", on=("mlp",), where="one")
@@ -175,23 +166,14 @@ def two_critics_that_began_apart(setup: Setup) -> None:
 @healthy("gpt")
 def blocks_that_began_as_copies(setup: Setup) -> None:
     """Copy them, as torch's own encoder does."""
-    model: Any = setup.model
+    model = setup.model
     model.blocks = nn.ModuleList(deepcopy(model.blocks[0]) for _ in range(3))
 
 
 @ill("missing-gradients", on=("mlp",), where="extra")
 def a_layer_that_forward_forgets(setup: Setup) -> None:
-    setup.model = _Forgetful(setup.model)
-
-
-class _Forgetful(nn.Module):
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.body, self.extra = body, nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.body(x)
-        return out
+    setup.model = Around(setup.model, lambda model, x: model(x))
+    setup.model.extra = nn.Linear(64, 64)
 
 
 # Steps that are too small
@@ -239,6 +221,3 @@ def answers_that_the_input_says_nothing_of(setup: Setup) -> None:
 def pixels_that_are_scaled_in_place(setup: Setup) -> None:
     """A little each time that they come."""
     setup.damage = lambda step, x, y: (x * 1.01**step, y)
-
-
-COUNTED = frozenset(HEALTHY) - _BEFORE

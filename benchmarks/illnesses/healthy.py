@@ -1,81 +1,30 @@
-"""Healthy trainings: those of the fleet, and those in which a rule of learning or of data might see an illness."""
+"""Healthy trainings in which a rule of learning or of data might see an illness."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from benchmarks.illnesses.training import KINDS, Measured, Setup, adam, attached, run
-from hookstats import Snapshot
-from tests.rules import fleet
-from tests.rules.fleet.models import layers
-
-HEALTHY: dict[str, Callable[[], Measured]] = {}
+from benchmarks.illnesses.ill import drop
+from benchmarks.illnesses.models import layers
+from benchmarks.illnesses.training import Setup, adam, by, healthy, sgd
 
 
-def of_fleet(make: Callable[[], Any]) -> Callable[[], Measured]:
-    def measured() -> Measured:
-        training = make()
-        snapshots: list[Snapshot] = []
-        losses = []
-        with attached(training.model, snapshots) as monitor:
-            for number in range(training.steps):
-                loss = training.step(number)
-                losses.append(float(loss))
-                monitor.step(loss=loss)
-        return Measured(snapshots, losses)
-
-    return measured
-
-
-for _name, _make in (fleet.USUAL | fleet.UNUSUAL | fleet.UNSEEN).items():
-    HEALTHY[_name] = of_fleet(_make)
-
-
-def healthy(kind: str) -> Callable[[Callable[[Setup], None]], Callable[[Setup], None]]:
-    """Registers a change of a healthy training that leaves it healthy."""
-
-    def register(change: Callable[[Setup], None]) -> Callable[[Setup], None]:
-        def measured() -> Measured:
-            setup = KINDS[kind]()
-            change(setup)
-            return run(setup)
-
-        HEALTHY[f"{change.__name__}.{kind}"] = measured
-        return change
-
-    return register
-
-
-@healthy("mlp")
-@healthy("tanh")
-@healthy("cnn")
-@healthy("resnet")
-@healthy("gpt")
-@healthy("lstm")
+@healthy("mlp", "tanh", "cnn", "resnet", "gpt", "lstm")
 def as_it_is(setup: Setup) -> None:
     """The training that others break."""
 
 
-@healthy("mlp")
-@healthy("gpt")
+@healthy("mlp", "gpt")
 def frozen_on_purpose(setup: Setup) -> None:
     first = next(each for each in setup.model.modules() if isinstance(each, nn.Linear))
     first.requires_grad_(False)
-    make = setup.make_optimizer
-
-    def of_others(model: nn.Module) -> torch.optim.Optimizer:
-        optimizer = make(model)
-        for group in optimizer.param_groups:
-            group["params"] = [each for each in group["params"] if each.requires_grad]
-        return optimizer
-
-    setup.make_optimizer = of_others
+    setup.optimizer = setup.make_optimizer(setup.model)
+    drop(setup.optimizer, first.parameters())
 
 
 @healthy("gpt")
@@ -99,8 +48,7 @@ def gradient_accumulation_in_calls_of_step(setup: Setup) -> None:
 @healthy("mlp")
 def bfloat16_with_float32_copies(setup: Setup) -> None:
     masters = [each.detach().clone().requires_grad_() for each in setup.model.parameters()]
-    setup.model = setup.model.bfloat16()
-    setup.damage = lambda step, x, y: (x.bfloat16(), y)
+    setup.cast(torch.bfloat16)
     inner = torch.optim.AdamW(masters, 3e-4)
 
     class Masters(torch.optim.Optimizer):
@@ -127,7 +75,7 @@ def pixels_behind_a_batch_norm(setup: Setup) -> None:
 
 @healthy("mlp")
 def weight_decay_as_usual(setup: Setup) -> None:
-    setup.make_optimizer = lambda model: torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=5e-4)
+    setup.make_optimizer = sgd(0.05, weight_decay=5e-4)
 
 
 @healthy("gpt")
@@ -141,8 +89,7 @@ class _TwoHeads(nn.Module):
         self.body, self.one, self.two = layers(64, 64, 64), nn.Linear(64, 10), nn.Linear(64, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.one(self.body(x))
-        return y
+        return self.one(self.body(x))
 
 
 @healthy("mlp")
@@ -179,7 +126,7 @@ def a_loss_of_all_data(setup: Setup) -> None:
 @healthy("tanh")
 def a_regression_by_lbfgs(setup: Setup) -> None:
     setup.loss = lambda out, y: mse_loss(out.mean(1), y / 10)
-    setup.make_optimizer = lambda model: torch.optim.Rprop(model.parameters(), 1e-3)
+    setup.make_optimizer = by(torch.optim.Rprop, 1e-3)
 
 
 @healthy("resnet")

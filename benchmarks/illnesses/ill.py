@@ -3,34 +3,59 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss, one_hot
 
-from benchmarks.illnesses.training import Setup, adam, ill, sgd
+from benchmarks.illnesses.models import GPT, Around, layers
+from benchmarks.illnesses.training import Batch, Setup, adam, by, ill, sgd
 
 IMAGES = ("mlp", "cnn")
 ALL = ("mlp", "gpt")
-DIVERGES = ("loss-spike", "exploding-gradients", "gradient-norm-spike", "update-ratio", "nonfinite", "outlier-channels")
+JUMPS = ("loss-spike", "gradient-norm-spike", "exploding-gradients")
+DIVERGES = (*JUMPS, "update-ratio", "nonfinite", "outlier-channels")
 
 
-def _linears(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def linears(model: nn.Module) -> list[tuple[str, Any]]:
     return [(name, each) for name, each in model.named_modules() if isinstance(each, (nn.Linear, nn.Conv2d))]
 
 
-def _images(change: Callable[[int, torch.Tensor], torch.Tensor]) -> Callable[[int, torch.Tensor, torch.Tensor], Any]:
-    return lambda step, x, y: (change(step, x), y)
+def inputs(change: Callable[[int, torch.Tensor], torch.Tensor]) -> Callable[[int, torch.Tensor, torch.Tensor], Batch]:
+    return lambda step, x, y: (change(step, x.clone()), y)
 
 
-def _at(when: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
-    return _images(lambda step, x: change(x.clone()) if step == when else x)
+def _at(when: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Batch]:
+    return inputs(lambda step, x: change(x) if step == when else x)
 
 
-def _from(when: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
-    return _images(lambda step, x: change(x.clone()) if step >= when else x)
+def _from(when: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Batch]:
+    return inputs(lambda step, x: change(x) if step >= when else x)
+
+
+def always(act: Callable[[int], object]) -> list[Callable[[int], None]]:
+    """Acts before each step."""
+
+    def before(number: int) -> None:
+        with torch.no_grad():
+            act(number)
+
+    return [before]
+
+
+def when(step: int, act: Callable[[], object]) -> list[Callable[[int], None]]:
+    """Acts once, before that step."""
+    return always(lambda number: act() if number == step else None)
+
+
+def drop(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Take parameters out of an optimizer's groups."""
+    dropped = set(map(id, parameters))
+    for group in optimizer.param_groups:
+        group["params"] = [each for each in group["params"] if id(each) not in dropped]
 
 
 # Data
@@ -67,7 +92,7 @@ def a_division_by_a_deviation_of_zero_in_the_data(setup: Setup) -> None:
 
 @ill("constant-input", on=IMAGES)
 def images_that_were_not_loaded(setup: Setup) -> None:
-    setup.damage = _images(lambda step, x: torch.zeros_like(x))
+    setup.damage = inputs(lambda step, x: torch.zeros_like(x))
 
 
 @ill("constant-input", on=IMAGES, began=50)
@@ -77,17 +102,17 @@ def a_loader_that_gives_zeros_from_the_middle_on(setup: Setup) -> None:
 
 @ill("constant-input", on=IMAGES)
 def the_same_image_in_every_row(setup: Setup) -> None:
-    setup.damage = _images(lambda step, x: x[:1].expand_as(x).clone())
+    setup.damage = inputs(lambda step, x: x[:1].expand_as(x).clone())
 
 
 @ill("constant-input", on=("gpt", "lstm"))
 def tokens_that_are_all_padding(setup: Setup) -> None:
-    setup.damage = _images(lambda step, x: torch.zeros_like(x))
+    setup.damage = inputs(lambda step, x: torch.zeros_like(x))
 
 
 @ill("unscaled-input", on=("mlp", "cnn"))
 def pixels_from_0_to_255(setup: Setup) -> None:
-    setup.damage = _images(lambda step, x: 255 * x)
+    setup.damage = inputs(lambda step, x: 255 * x)
 
 
 @ill("unscaled-input", on=("mlp",))
@@ -95,7 +120,7 @@ def one_feature_ten_thousand_times_the_others(setup: Setup) -> None:
     def grow(step: int, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([x[:, :20], 1e4 * x[:, 20:21], x[:, 21:]], 1)
 
-    setup.damage = _images(grow)
+    setup.damage = inputs(grow)
 
 
 @ill("input-shift", on=IMAGES, began=60)
@@ -116,7 +141,7 @@ def a_scaling_that_is_done_twice(setup: Setup) -> None:
 @ill("input-shift", on=("mlp",), began=45)
 def batches_from_a_broken_worker(setup: Setup) -> None:
     """Every tenth batch from step 45 on is a thousand times too small."""
-    setup.damage = _images(lambda step, x: x / 1000 if step >= 45 and step % 10 == 5 else x)
+    setup.damage = inputs(lambda step, x: x / 1000 if step >= 45 and step % 10 == 5 else x)
 
 
 # Labels
@@ -148,39 +173,20 @@ def targets_that_are_ten_thousand_times_too_large_in_one_batch(setup: Setup) -> 
 
 @ill("unchanged-parameters", on=("mlp", "cnn", "gpt", "resnet"))
 def a_layer_that_no_optimizer_has(setup: Setup) -> None:
-    chosen = _linears(setup.model)[1][1]
-    ids = {id(each) for each in chosen.parameters()}
-    make = setup.make_optimizer
-
-    def without(model: nn.Module) -> torch.optim.Optimizer:
-        optimizer = make(model)
-        for group in optimizer.param_groups:
-            group["params"] = [each for each in group["params"] if id(each) not in ids]
-        return optimizer
-
-    setup.make_optimizer = without
+    setup.optimizer = setup.make_optimizer(setup.model)
+    drop(setup.optimizer, linears(setup.model)[1][1].parameters())
 
 
 @ill("unchanged-parameters", on=("mlp", "gpt"))
 def a_new_head_that_the_optimizer_does_not_know(setup: Setup) -> None:
-    make = setup.make_optimizer
-
-    def before(model: nn.Module) -> torch.optim.Optimizer:
-        optimizer = make(model)
-        name, head = _linears(model)[-1]
-        parent = model.get_submodule(name.rpartition(".")[0])
-        new = nn.Linear(head.in_features, head.out_features, head.bias is not None)
-        setattr(parent, name.rpartition(".")[2], new)
-        return optimizer
-
-    setup.optimizer = before(setup.model)
-    setup.make_optimizer = lambda model: setup.optimizer
+    setup.optimizer = setup.make_optimizer(setup.model)
+    name, head = linears(setup.model)[-1]
+    setup.model.set_submodule(name, nn.Linear(head.in_features, head.out_features, head.bias is not None))
 
 
 @ill("unchanged-parameters", on=ALL)
 def the_optimizer_of_another_model(setup: Setup) -> None:
-    make = setup.make_optimizer
-    setup.make_optimizer = lambda model: make(copy.deepcopy(model))
+    setup.optimizer = setup.make_optimizer(copy.deepcopy(setup.model))
 
 
 @ill("unchanged-parameters", on=ALL)
@@ -201,18 +207,10 @@ def a_schedule_that_ends_too_early(setup: Setup) -> None:
 
 @ill("unchanged-parameters", on=("mlp", "gpt"), began=50)
 def a_group_whose_learning_rate_becomes_zero(setup: Setup) -> None:
-    make = setup.make_optimizer
-
-    def grouped(model: nn.Module) -> torch.optim.Optimizer:
-        optimizer = make(model)
-        (group,) = optimizer.param_groups
-        first = {id(each) for each in _linears(model)[0][1].parameters()}
-        own = [each for each in group["params"] if id(each) in first]
-        group["params"] = [each for each in group["params"] if id(each) not in first]
-        optimizer.add_param_group({"params": own})
-        return optimizer
-
-    setup.make_optimizer = grouped
+    setup.optimizer = setup.make_optimizer(setup.model)
+    first = [*linears(setup.model)[0][1].parameters()]
+    drop(setup.optimizer, first)
+    setup.optimizer.add_param_group({"params": first})
     setup.before = [lambda step: setup.set_lr(0.0, group=1) if step == 50 else None]
 
 
@@ -259,7 +257,7 @@ def a_learning_rate_ten_thousand_times_too_small(setup: Setup) -> None:
 @ill("no-progress", "clipped-gradients", on=("mlp", "cnn"))
 def gradients_that_are_clipped_to_nearly_nothing(setup: Setup) -> None:
     setup.make_optimizer = sgd(0.03)
-    setup.after_backward = lambda step: nn.utils.clip_grad_norm_(setup.model.parameters(), 1e-4)
+    setup.clip(1e-4)
 
 
 @ill("no-progress", "tiny-updates", on=("tanh", "gpt"))
@@ -269,7 +267,7 @@ def an_epsilon_of_adam_that_swallows_the_gradient(setup: Setup) -> None:
 
 @ill("shrinking-weights", on=("mlp", "cnn"))
 def weight_decay_that_is_too_strong_in_sgd(setup: Setup) -> None:
-    setup.make_optimizer = lambda model: torch.optim.SGD(model.parameters(), 0.05, weight_decay=0.5)
+    setup.make_optimizer = by(torch.optim.SGD, 0.05, weight_decay=0.5)
 
 
 @ill("shrinking-weights", on=("mlp", "gpt", "lstm"))
@@ -289,38 +287,31 @@ def weights_that_are_all_zero(setup: Setup) -> None:
 @ill("initial-loss", "exploding-gradients", "residual-drift", *DIVERGES, on=("mlp", "gpt"))
 def initial_weights_thirty_times_too_large(setup: Setup) -> None:
     with torch.no_grad():
-        for _, layer in _linears(setup.model):
+        for _, layer in linears(setup.model):
             layer.weight *= 30
 
 
 @ill("saturated-channels", "vanishing-gradients", on=("tanh",))
 def tanh_that_is_saturated_from_the_start(setup: Setup) -> None:
     with torch.no_grad():
-        for _, layer in _linears(setup.model)[:3]:
+        for _, layer in linears(setup.model)[:3]:
             layer.weight *= 30
 
 
 @ill("vanishing-gradients", on=("mlp",))
 def a_deep_stack_of_sigmoids(setup: Setup) -> None:
-    from tests.rules.fleet.models import layers
-
     setup.model = layers(*[64] * 13, 10, activation=nn.Sigmoid)
 
 
 @ill("dead-channels", where={"mlp": "1", "cnn": "1"}, on=("mlp", "cnn"))
 def a_dead_first_layer(setup: Setup) -> None:
     with torch.no_grad():
-        _linears(setup.model)[0][1].bias.fill_(-20)
+        linears(setup.model)[0][1].bias.fill_(-20)
 
 
 @ill("dead-channels", where={"mlp": "3"}, on=("mlp",), began=40)
 def a_layer_that_dies_in_the_middle(setup: Setup) -> None:
-    def kill(step: int) -> None:
-        if step == 40:
-            with torch.no_grad():
-                setup.model[2].bias.fill_(-50)
-
-    setup.before = [kill]
+    setup.before = when(40, lambda: setup.model[2].bias.fill_(-50))
 
 
 @ill("dead-channels", "missing-gradients", "vanishing-gradients", on=("resnet",))
@@ -334,18 +325,6 @@ def batch_norms_whose_weights_are_zero_everywhere(setup: Setup) -> None:
 # Architecture
 
 
-class _Around(nn.Module):
-    """A model, and something around it."""
-
-    def __init__(self, model: nn.Module, forward: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.model = model
-        self._forward = forward
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._forward(self.model, x)
-
-
 @ill("missing-gradients", on=("mlp", "cnn"))
 def a_detach_in_the_forward(setup: Setup) -> None:
     def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -353,7 +332,7 @@ def a_detach_in_the_forward(setup: Setup) -> None:
             x = layer(x).detach() if place == 3 else layer(x)
         return x
 
-    setup.model = _Around(setup.model, forward)
+    setup.model = Around(setup.model, forward)
 
 
 @ill("missing-gradients", on=("gpt",), where="blocks.0")
@@ -380,8 +359,6 @@ def a_bottleneck_of_dropout(setup: Setup) -> None:
 
 @ill("residual-drift", "exploding-gradients", *DIVERGES, on=("gpt",))
 def a_residual_stream_that_grows_in_each_block(setup: Setup) -> None:
-    from tests.rules.fleet.models import GPT
-
     setup.model = GPT(depth=6)
     for block in setup.model.blocks:
         block.norm1, block.norm2 = nn.Identity(), nn.Identity()
@@ -391,8 +368,6 @@ def a_residual_stream_that_grows_in_each_block(setup: Setup) -> None:
 
 @ill("exploding-gradients", on=("mlp",))
 def a_deep_stack_without_norms_and_with_large_weights(setup: Setup) -> None:
-    from tests.rules.fleet.models import layers
-
     setup.model = layers(*[64] * 13, 10)
     with torch.no_grad():
         for layer in setup.model[::2]:
@@ -406,7 +381,7 @@ def an_argmax_on_the_way(setup: Setup) -> None:
         x = model[:4](x)
         return model[4:](one_hot(x.argmax(-1), 64).float())
 
-    setup.model = _Around(setup.model, forward)
+    setup.model = Around(setup.model, forward)
 
 
 # Precision
@@ -414,10 +389,8 @@ def an_argmax_on_the_way(setup: Setup) -> None:
 
 @ill("lost-updates", on=("mlp", "gpt", "lstm"))
 def bfloat16_weights_whose_updates_are_lost(setup: Setup) -> None:
-    setup.model = setup.model.bfloat16()
+    setup.cast(torch.bfloat16)
     setup.make_optimizer = adam(1e-6)
-    if setup.kind == "mlp":
-        setup.damage = lambda step, x, y: (x.bfloat16(), y)
 
 
 @ill("nonfinite", on=("mlp",))
@@ -426,16 +399,14 @@ def float16_that_overflows(setup: Setup) -> None:
         setup.model[0].weight *= 100
         setup.model[2].weight *= 300
         setup.model[4].weight *= 300
-    setup.model = setup.model.half()
+    setup.cast(torch.float16)
     setup.loss = lambda out, y: cross_entropy(out.float(), y)
-    setup.damage = lambda step, x, y: (x.half(), y)
 
 
 @ill("vanishing-gradients", "missing-gradients", "unchanged-parameters", on=("mlp",))
 def float16_gradients_that_underflow(setup: Setup) -> None:
-    setup.model = setup.model.half()
+    setup.cast(torch.float16)
     setup.loss = lambda out, y: 1e-6 * cross_entropy(out.float(), y)
-    setup.damage = lambda step, x, y: (x.half(), y)
 
 
 # Accidents
@@ -443,56 +414,32 @@ def float16_gradients_that_underflow(setup: Setup) -> None:
 
 @ill(*DIVERGES, on=("mlp", "cnn"), began=70)
 def a_bit_of_a_weight_that_flips(setup: Setup) -> None:
-    def flip(step: int) -> None:
-        if step == 70:
-            with torch.no_grad():
-                weight = _linears(setup.model)[1][1].weight.view(-1)
-                weight[17] = 2.0**20
-
-    setup.before = [flip]
+    setup.before = when(70, lambda: linears(setup.model)[1][1].weight.view(-1)[17].fill_(2.0**20))
 
 
 @ill("nonfinite", on=("mlp", "gpt"), began=70)
 def a_weight_that_becomes_nan(setup: Setup) -> None:
-    def spoil(step: int) -> None:
-        if step == 70:
-            with torch.no_grad():
-                _linears(setup.model)[1][1].weight.view(-1)[17] = float("nan")
-
-    setup.before = [spoil]
+    setup.before = when(70, lambda: linears(setup.model)[1][1].weight.view(-1)[17].fill_(float("nan")))
 
 
 @ill("loss-spike", "gradient-norm-spike", on=("mlp", "gpt"), began=90)
 def weights_that_are_made_anew_in_the_middle(setup: Setup) -> None:
-    def anew(step: int) -> None:
-        if step == 90:
-            for module in setup.model.modules():
-                if hasattr(module, "reset_parameters"):
-                    module.reset_parameters()
+    def anew() -> None:
+        for module in setup.model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
 
-    setup.before = [anew]
+    setup.before = when(90, anew)
 
 
 @ill("nonfinite", on=("mlp", "tanh"), began=60)
 def a_logarithm_of_zero_in_the_loss(setup: Setup) -> None:
-    seen = {"step": 0}
-    loss = setup.loss
-
-    def spoilt(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        seen["step"] += 1
-        extra = (out.sum() * 0).log() if seen["step"] == 61 else out.sum() * 0
-        return loss(out, y) + extra
-
-    setup.loss = spoilt
+    inner, calls = setup.loss, itertools.count()
+    setup.loss = lambda out, y: inner(out, y) + ((out.sum() * 0).log() if next(calls) == 60 else out.sum() * 0)
 
 
 @ill(*DIVERGES, on=("mlp", "gpt"), began=60)
 def a_loss_that_is_multiplied_by_a_thousand(setup: Setup) -> None:
-    inner, seen = setup.loss, {"step": 0}
+    inner, calls = setup.loss, itertools.count()
     setup.make_optimizer = sgd(0.03)
-
-    def scaled(out: Any, y: torch.Tensor) -> torch.Tensor:
-        seen["step"] += 1
-        return inner(out, y) * (1000.0 if seen["step"] > 60 else 1.0)
-
-    setup.loss = scaled
+    setup.loss = lambda out, y: inner(out, y) * (1000.0 if next(calls) >= 60 else 1.0)

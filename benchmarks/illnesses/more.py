@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,42 +11,15 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-from benchmarks.illnesses.training import Batch, Setup, ill, sgd
+from benchmarks.illnesses.ill import DIVERGES, JUMPS, always, inputs, linears, when
+from benchmarks.illnesses.models import Function
+from benchmarks.illnesses.training import Setup, by, ill, sgd
 
-DIVERGES = ("loss-spike", "exploding-gradients", "gradient-norm-spike", "update-ratio", "nonfinite", "outlier-channels")
-JUMPS = ("loss-spike", "gradient-norm-spike", "exploding-gradients")
 SECOND = {"mlp": "2", "tanh": "2", "cnn": "3", "resnet": "1.conv1", "gpt": "blocks.0.proj"}  # a layer of each kind
-
-
-def _layers(setup: Setup) -> list[Any]:
-    return [each for each in setup.model.modules() if isinstance(each, (nn.Linear, nn.Conv2d))]
 
 
 def _second(setup: Setup) -> Any:
     return setup.model.get_submodule(SECOND[setup.kind])
-
-
-def _inputs(change: Callable[[int, torch.Tensor], torch.Tensor]) -> Callable[[int, torch.Tensor, torch.Tensor], Batch]:
-    return lambda step, x, y: (change(step, x.clone()), y)
-
-
-def _when(step: int, act: Callable[[], object]) -> list[Callable[[int], None]]:
-    """Acts once, before that step."""
-
-    def before(number: int) -> None:
-        if number == step:
-            with torch.no_grad():
-                act()
-
-    return [before]
-
-
-def _always(act: Callable[[int], object]) -> list[Callable[[int], None]]:
-    def before(number: int) -> None:
-        with torch.no_grad():
-            act(number)
-
-    return [before]
 
 
 # Data
@@ -53,7 +27,7 @@ def _always(act: Callable[[int], object]) -> list[Callable[[int], None]]:
 
 @ill("no-progress", on=("mlp", "tanh"))
 def the_axis_of_the_batch_taken_for_that_of_the_features(setup: Setup) -> None:
-    setup.damage = _inputs(lambda step, x: x.t().contiguous())
+    setup.damage = inputs(lambda step, x: x.t().contiguous())
 
 
 @ill("nonfinite", on=("cnn", "resnet"), where="", began=57)
@@ -63,22 +37,22 @@ def a_pixel_that_is_infinite(setup: Setup) -> None:
             x.view(len(x), -1)[7, 20] = float("inf")
         return x
 
-    setup.damage = _inputs(spoil)
+    setup.damage = inputs(spoil)
 
 
 @ill("input-shift", on=("mlp", "cnn"), began=60)
 def images_whose_sign_turns_in_the_middle(setup: Setup) -> None:
-    setup.damage = _inputs(lambda step, x: -x if step >= 60 else x)
+    setup.damage = inputs(lambda step, x: -x if step >= 60 else x)
 
 
 @ill("input-shift", *JUMPS, on=("mlp", "cnn"), began=60)
 def images_that_are_inverted_in_the_middle(setup: Setup) -> None:
-    setup.damage = _inputs(lambda step, x: 1 - x if step >= 60 else x)
+    setup.damage = inputs(lambda step, x: 1 - x if step >= 60 else x)
 
 
 @ill("input-shift", on=("mlp", "resnet"), began=70)
 def noise_in_place_of_one_batch(setup: Setup) -> None:
-    setup.damage = _inputs(lambda step, x: 10 * torch.randn_like(x) if step == 70 else x)
+    setup.damage = inputs(lambda step, x: 10 * torch.randn_like(x) if step == 70 else x)
 
 
 @ill("input-shift", on=("mlp", "cnn"), began=61)
@@ -88,12 +62,12 @@ def a_fill_value_of_missing_pixels(setup: Setup) -> None:
             x.view(len(x), -1)[3:7, 12] = -1e20
         return x
 
-    setup.damage = _inputs(spoil)
+    setup.damage = inputs(spoil)
 
 
 @ill("constant-input", *JUMPS, on=("gpt", "lstm"), began=60)
 def tokens_that_are_one_from_the_middle_on(setup: Setup) -> None:
-    setup.damage = _inputs(lambda step, x: torch.zeros_like(x) if step >= 60 else x)
+    setup.damage = inputs(lambda step, x: torch.zeros_like(x) if step >= 60 else x)
 
 
 # Labels and losses
@@ -116,7 +90,7 @@ def targets_that_are_all_to_be_ignored(setup: Setup) -> None:
 
 @ill(*DIVERGES, on=("mlp", "cnn"), began=60)
 def a_loss_whose_sign_turns(setup: Setup) -> None:
-    inner, calls = setup.loss, iter(range(10_000))
+    inner, calls = setup.loss, itertools.count()
     setup.loss = lambda out, y: inner(out, y) * (-1 if next(calls) >= 60 else 1)
 
 
@@ -131,27 +105,27 @@ def an_optimizer_of_biases_alone(setup: Setup) -> None:
 @ill("unchanged-parameters", "missing-gradients", on=("mlp", "cnn", "gpt"), where=SECOND, began=40)
 def a_weight_that_is_replaced_after_the_optimizer_was_made(setup: Setup) -> None:
     layer = _second(setup)
-    setup.before = _when(40, lambda: setattr(layer, "weight", nn.Parameter(layer.weight.detach().clone())))
+    setup.before = when(40, lambda: setattr(layer, "weight", nn.Parameter(layer.weight.detach().clone())))
 
 
 @ill("unchanged-parameters", "missing-gradients", "no-progress", on=("mlp", "resnet"))
 def gradients_that_are_clipped_to_a_norm_of_zero(setup: Setup) -> None:
-    setup.after_backward = lambda step: nn.utils.clip_grad_norm_(setup.model.parameters(), 0.0)
+    setup.clip(0.0)
 
 
 @ill(*DIVERGES, on=("mlp", "lstm"))
 def a_decay_of_weights_of_the_wrong_sign(setup: Setup) -> None:
-    setup.before = _always(lambda step: [each.mul_(1.05) for each in setup.model.parameters()])
+    setup.before = always(lambda step: [each.mul_(1.05) for each in setup.model.parameters()])
 
 
 @ill("shrinking-weights", on=("mlp", "cnn"))
 def a_decay_of_weights_by_hand_that_forgets_the_learning_rate(setup: Setup) -> None:
-    setup.before = _always(lambda step: [each.mul_(0.95) for each in setup.model.parameters()])
+    setup.before = always(lambda step: [each.mul_(0.95) for each in setup.model.parameters()])
 
 
 @ill(*DIVERGES, "no-progress", on=("mlp", "resnet"))
 def a_momentum_that_forgets_nothing(setup: Setup) -> None:
-    setup.make_optimizer = lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9999)
+    setup.make_optimizer = by(torch.optim.SGD, 0.1, momentum=0.9999)
 
 
 @ill("unchanged-parameters", "lost-updates", "tiny-updates", on=("mlp", "cnn", "gpt"), began=25)
@@ -215,15 +189,14 @@ def weights_that_are_all_the_same(setup: Setup) -> None:
 def weights_a_hundred_times_too_small(setup: Setup) -> None:
     setup.make_optimizer = sgd(0.03)
     with torch.no_grad():
-        for layer in _layers(setup):
+        for _, layer in linears(setup.model):
             layer.weight.mul_(0.01)
 
 
 @ill("initial-loss", *DIVERGES, on=("lstm", "gpt"))
 def a_head_a_thousand_times_too_large(setup: Setup) -> None:
     with torch.no_grad():
-        model: Any = setup.model
-        model.head.weight.mul_(1000)
+        setup.model.head.weight.mul_(1000)
 
 
 # Architecture
@@ -241,23 +214,18 @@ def a_sigmoid_before_the_cross_entropy(setup: Setup) -> None:
 
 @ill("missing-gradients", "unchanged-parameters", on=("gpt", "lstm"), where="tokens")
 def an_embedding_whose_output_is_detached(setup: Setup) -> None:
-    tokens: Any = setup.model.tokens
+    tokens = setup.model.tokens
     inner = tokens.forward
     tokens.forward = lambda ids: inner(ids).detach().requires_grad_()
 
 
-class _Round(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.round()
-
-
 @ill("missing-gradients", "vanishing-gradients", "unchanged-parameters", on=("mlp", "cnn"))
 def a_rounding_on_the_way(setup: Setup) -> None:
-    setup.model.insert(4, _Round())
+    setup.model.insert(4, Function(torch.round))
 
 
 def _spoil_output(module: nn.Module, calls_before: int, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    calls, inner = iter(range(10_000)), module.forward
+    calls, inner = itertools.count(), module.forward
 
     @functools.wraps(inner)
     def forward(*inputs: torch.Tensor) -> torch.Tensor:
@@ -292,23 +260,20 @@ def a_norm_that_divides_by_zero(setup: Setup) -> None:
 
 @ill("lost-updates", on=("mlp", "cnn"))
 def bfloat16_weights_under_sgd(setup: Setup) -> None:
-    setup.model = setup.model.bfloat16()
+    setup.cast(torch.bfloat16)
     setup.make_optimizer = sgd(1e-6)
-    setup.damage = lambda step, x, y: (x.bfloat16(), y)
 
 
 @ill(*DIVERGES, on=("mlp", "tanh"))
 def float16_weights_under_adam_whose_epsilon_is_zero_there(setup: Setup) -> None:
-    setup.model = setup.model.half()
-    setup.make_optimizer = lambda model: torch.optim.Adam(model.parameters(), 1e-3, foreach=False)
-    setup.damage = lambda step, x, y: (x.half(), y)
+    setup.cast(torch.float16)
+    setup.make_optimizer = by(torch.optim.Adam, 1e-3, foreach=False)
     setup.loss = lambda out, y: cross_entropy(out.float(), y)
 
 
 @ill("nonfinite", on=("mlp", "tanh"))
 def a_scale_of_the_loss_that_never_falls(setup: Setup) -> None:
-    setup.model = setup.model.half()
-    setup.damage = lambda step, x, y: (x.half(), y)
+    setup.cast(torch.float16)
     setup.loss = lambda out, y: cross_entropy(out.float(), y) * 2.0**24
 
 
@@ -335,7 +300,7 @@ def a_gradient_that_is_nan_in_one_layer(setup: Setup) -> None:
 
 @ill(*JUMPS, "dead-channels", "missing-gradients", on=("mlp", "cnn"), began=70)
 def a_layer_that_is_overwritten_with_zeros(setup: Setup) -> None:
-    setup.before = _when(70, lambda: [each.zero_() for each in _second(setup).parameters()])
+    setup.before = when(70, lambda: [each.zero_() for each in _second(setup).parameters()])
 
 
 @ill(*DIVERGES, on=("mlp", "resnet"), began=70)
@@ -344,7 +309,7 @@ def a_momentum_that_is_read_wrongly_from_a_checkpoint(setup: Setup) -> None:
         for state in setup.optimizer.state.values():
             state["momentum_buffer"].mul_(1e3)
 
-    setup.before = _when(70, spoil)
+    setup.before = when(70, spoil)
 
 
 @ill(*JUMPS, on=("mlp", "gpt"), began=80)
@@ -358,7 +323,7 @@ def two_layers_that_are_exchanged(setup: Setup) -> None:
             mine.copy_(its)
             its.copy_(kept)
 
-    setup.before = _when(80, exchange)
+    setup.before = when(80, exchange)
 
 
 @ill(*DIVERGES, on=("mlp", "gpt"), began=60)
@@ -368,7 +333,7 @@ def memory_that_adds_noise_to_the_weights(setup: Setup) -> None:
             for each in setup.model.parameters():
                 each.add_(0.3 * torch.randn_like(each))
 
-    setup.before = _always(spoil)
+    setup.before = always(spoil)
 
 
 @ill("unscaled-input", "input-shift", *DIVERGES, on=("mlp", "tanh"))
@@ -377,4 +342,4 @@ def an_identifier_among_the_features(setup: Setup) -> None:
         x[:, 0] = 1e6 + 64.0 * step + torch.arange(len(x))
         return x
 
-    setup.damage = _inputs(add)
+    setup.damage = inputs(add)

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, multi_margin_loss, one_hot
 
-from benchmarks.illnesses.healthy import HEALTHY, healthy
-from benchmarks.illnesses.training import Batch, Setup, adam, sgd
-from tests.rules.fleet.models import layers
-
-_BEFORE = set(HEALTHY)
+from benchmarks.illnesses.models import layers
+from benchmarks.illnesses.training import Batch, Setup, adam, by, healthy, sgd
 
 
-@healthy("gpt")
-@healthy("lstm")
+@healthy("gpt", "lstm")
 def gradients_that_are_clipped_to_one(setup: Setup) -> None:
-    setup.after_backward = lambda step: nn.utils.clip_grad_norm_(setup.model.parameters(), 1.0)
+    setup.clip(1.0)
 
 
-@healthy("mlp")
-@healthy("gpt")
+@healthy("mlp", "gpt")
 def a_cosine_that_ends_at_zero(setup: Setup) -> None:
     lr = 3e-3 if setup.kind == "gpt" else 0.03
     setup.before = [lambda step: setup.set_lr(lr * 0.5 * (1 + math.cos(math.pi * step / (setup.steps - 1))))]
@@ -108,23 +102,20 @@ def a_margin(setup: Setup) -> None:
 def a_head_that_shares_the_embedding(setup: Setup) -> None:
     setup.model.tokens = nn.Embedding(128, 32)
     nn.init.normal_(setup.model.tokens.weight, std=0.02)
-    model: Any = setup.model
-    model.head.weight = model.tokens.weight
+    setup.model.head.weight = setup.model.tokens.weight
 
 
 @healthy("gpt")
 def an_embedding_that_is_frozen_on_purpose(setup: Setup) -> None:
-    model: Any = setup.model
-    model.places.requires_grad_(False)
+    setup.model.places.requires_grad_(False)
 
 
 @healthy("lstm")
 def no_weight_decay_and_a_root_of_mean_squares(setup: Setup) -> None:
-    setup.make_optimizer = lambda model: torch.optim.RMSprop(model.parameters(), 3e-3)
+    setup.make_optimizer = by(torch.optim.RMSprop, 3e-3)
 
 
-@healthy("mlp")
-@healthy("cnn")
+@healthy("mlp", "cnn")
 def momentum_of_nesterov(setup: Setup) -> None:
     setup.make_optimizer = sgd(0.03, nesterov=True)
 
@@ -177,8 +168,7 @@ class _Deep(nn.Module):
         for block in self.blocks:
             if torch.rand(()) < 0.7:
                 x = x + block(x)
-        y: torch.Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 @healthy("mlp")
@@ -220,8 +210,7 @@ def bfloat16_by_autocast(setup: Setup) -> None:
 
 @healthy("mlp")
 def bfloat16_weights_with_large_steps(setup: Setup) -> None:
-    setup.model = setup.model.bfloat16()
-    setup.damage = lambda step, x, y: (x.bfloat16(), y)
+    setup.cast(torch.bfloat16)
 
 
 @healthy("tanh")
@@ -239,6 +228,3 @@ def weights_that_are_averaged_beside(setup: Setup) -> None:
 def labels_as_probabilities_of_a_teacher(setup: Setup) -> None:
     setup.damage = lambda step, x, y: (x, 0.8 * one_hot(y, 10).float() + 0.02)
     setup.loss = cross_entropy
-
-
-MORE = frozenset(HEALTHY) - _BEFORE

@@ -16,20 +16,18 @@ from torch.nn.functional import (
     normalize,
 )
 
-from benchmarks.illnesses.healthy import HEALTHY, healthy
+from benchmarks.illnesses.models import Recurrent, Rotating, frequencies, layers
 from benchmarks.illnesses.public_mistakes import (
     Heads,
     adversarial,
+    in_microbatches,
     of_classes,
     regression,
+    scaled,
     variational,
     with_two_losses,
 )
-from benchmarks.illnesses.training import Batch, Setup, adam, sgd
-from tests.rules.fleet.models import Recurrent, Rotating, frequencies, layers
-
-_BEFORE = set(HEALTHY)
-
+from benchmarks.illnesses.training import Batch, Setup, adam, healthy, sgd
 
 # Labels and losses
 
@@ -58,8 +56,7 @@ def numbers_that_are_large(setup: Setup) -> None:
     setup.loss = lambda out, y: mse_loss(out.squeeze(1), 100 + y / 1.0)
 
 
-@healthy("mlp")
-@healthy("cnn")
+@healthy("mlp", "cnn")
 def a_negative_log_likelihood_of_log_probabilities(setup: Setup) -> None:
     setup.model.append(nn.LogSoftmax(-1))
     setup.loss = nll_loss
@@ -144,40 +141,33 @@ class _Siamese(nn.Module):
 @healthy("mlp")
 def two_views_of_an_image(setup: Setup) -> None:
     setup.model, setup.make_optimizer = _Siamese(), sgd(0.05)
-    model: Any = setup.model
 
-    def step(number: int) -> torch.Tensor:
+    def loss_of(number: int) -> torch.Tensor:
         x, _ = setup.data(number)
-        setup.optimizer.zero_grad()
-        (p1, z1), (p2, z2) = model(x), model(x)
-        loss = -0.5 * (cosine_similarity(p1, z2.detach()).mean() + cosine_similarity(p2, z1.detach()).mean())
-        loss.backward()
-        setup.optimizer.step()
-        return loss.detach()
+        (p1, z1), (p2, z2) = setup.model(x), setup.model(x)
+        return -0.5 * (cosine_similarity(p1, z2.detach()).mean() + cosine_similarity(p2, z1.detach()).mean())
 
-    setup.own_step = step
+    setup.loss_of = loss_of
 
 
 @healthy("mlp")
 def an_encoder_by_contrast(setup: Setup) -> None:
     setup.model, setup.make_optimizer = layers(64, 64, 64, 32), adam(3e-3)
 
-    def step(number: int) -> torch.Tensor:
+    def loss_of(number: int) -> torch.Tensor:
         x, _ = setup.data(number)
-        setup.optimizer.zero_grad()
         one, two = (normalize(setup.model(x + 0.1 * torch.randn_like(x))) for _ in range(2))
-        loss = cross_entropy(one @ two.T / 0.1, torch.arange(len(x)))
-        loss.backward()
-        setup.optimizer.step()
-        return loss.detach()
+        return cross_entropy(one @ two.T / 0.1, torch.arange(len(x)))
 
-    setup.own_step = step
+    setup.loss_of = loss_of
 
 
 # Initial weights
 
 
-class _Lora(nn.Module):
+class Adapted(nn.Module):
+    """A frozen layer with an adapter of low rank."""
+
     def __init__(self, inner: nn.Linear) -> None:
         super().__init__()
         self.inner = inner.requires_grad_(False)
@@ -186,15 +176,13 @@ class _Lora(nn.Module):
         nn.init.zeros_(self.up.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.inner(x) + self.up(self.down(x))
-        return y
+        return self.inner(x) + self.up(self.down(x))
 
 
 @healthy("mlp")
 def low_rank_adapters(setup: Setup) -> None:
-    model: Any = setup.model
     for place in (0, 2, 4):
-        model[place] = _Lora(model[place])
+        setup.model[place] = Adapted(setup.model[place])
     setup.make_optimizer = adam(3e-3)
 
 
@@ -211,26 +199,13 @@ def four_heads(setup: Setup) -> None:
 
 @healthy("mlp")
 def gradients_that_are_unscaled_and_then_clipped(setup: Setup) -> None:
-    setup.make_optimizer = sgd(0.03)
-    scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
-
-    def step(number: int) -> torch.Tensor:
-        setup.optimizer.zero_grad()
-        x, y = setup.data(number)
-        loss = setup.loss(setup.model(x), y)
-        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        scaler.unscale_(setup.optimizer)
-        nn.utils.clip_grad_norm_(setup.model.parameters(), 1.0)
-        scaler.step(setup.optimizer)
-        scaler.update()
-        return loss.detach()
-
-    setup.own_step = step
+    scaled(setup, unscales=True)
 
 
 @healthy("mlp")
 def two_losses(setup: Setup) -> None:
     with_two_losses(setup, lambda step: 1.0)
+    setup.clip(1.0)
 
 
 @healthy("mlp")
@@ -264,21 +239,8 @@ def an_actor_and_a_critic(setup: Setup) -> None:
 
 @healthy("gpt")
 def microbatches(setup: Setup) -> None:
-    setup.steps = 40
     setup.make_optimizer = adam(1e-3)
-
-    def step(number: int) -> torch.Tensor:
-        setup.optimizer.zero_grad()
-        total = torch.zeros(())
-        for _ in range(8):
-            x, y = setup.data(number)
-            loss = setup.loss(setup.model(x), y) / 8
-            loss.backward()
-            total += loss.detach()
-        setup.optimizer.step()
-        return total
-
-    setup.own_step = step
+    in_microbatches(setup)
 
 
 # Healthy ones that set off alarms
@@ -287,7 +249,7 @@ def microbatches(setup: Setup) -> None:
 @healthy("mlp")
 def layers_that_are_trained_one_after_another(setup: Setup) -> None:
     """Each for 40 steps, by an optimizer of its own: the gradients of the others stay where they were."""
-    model: Any = setup.model
+    model = setup.model
     heads = [nn.Linear(64, 10) for _ in range(3)]
     stages = [[*model[2 * i].parameters(), *heads[i].parameters()] for i in range(3)]
     optimizers = [torch.optim.SGD(stage, 0.05, momentum=0.9) for stage in stages]
@@ -304,7 +266,7 @@ def layers_that_are_trained_one_after_another(setup: Setup) -> None:
         optimizers[stage].step()
         return loss.detach()
 
-    setup.own_step = step
+    setup.step = step
 
 
 @healthy("mlp")
@@ -325,16 +287,14 @@ def a_minimum_that_is_found(setup: Setup) -> None:
         loss: Any = setup.optimizer.step(closure)
         return loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(loss)
 
-    setup.own_step = step
+    setup.step = step
 
 
 @healthy("mlp")
 def all_that_there_is_to_learn(setup: Setup) -> None:
     """Training in float16, with a scaler: the gradients become 0 when the data are known by heart."""
     batch = setup.data(0)
-    master = layers(64, 64, 64, 10)
-    setup.model = master
-    setup.make_optimizer = sgd(0.1)
+    setup.model, setup.make_optimizer = layers(64, 64, 64, 10), sgd(0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 
     def step(number: int) -> torch.Tensor:
@@ -342,19 +302,18 @@ def all_that_there_is_to_learn(setup: Setup) -> None:
         x, y = batch
         with torch.autocast("cpu", torch.float16):
             loss = cross_entropy(setup.model(x).float(), y)
-        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.scale(loss).backward()
         scaler.step(setup.optimizer)
         scaler.update()
         return loss.detach()
 
-    setup.own_step, setup.steps = step, 300
+    setup.step, setup.steps = step, 300
 
 
-@healthy("mlp")
-@healthy("resnet")
+@healthy("mlp", "resnet")
 def warm_restarts_of_sgd(setup: Setup) -> None:
-    setup.make_optimizer = sgd(0.2 if setup.kind == "resnet" else 0.1)
     lr = 0.2 if setup.kind == "resnet" else 0.1
+    setup.make_optimizer = sgd(lr)
     setup.before = [lambda step: setup.set_lr(lr * 0.5 * (1 + math.cos(math.pi * (step % 30) / 30)))]
 
 
@@ -436,6 +395,3 @@ def batch_norms_that_are_frozen_after_a_while(setup: Setup) -> None:
 @healthy("resnet")
 def pixels_up_to_255_behind_batch_norms(setup: Setup) -> None:
     setup.damage = lambda step, x, y: (255 * x, y)
-
-
-PUBLIC = frozenset(HEALTHY) - _BEFORE

@@ -17,9 +17,8 @@ from torch.nn.functional import (
     nll_loss,
 )
 
-from benchmarks.illnesses.training import Batch, Setup, adam, ill, sgd
-from tests.rules.fleet.models import GPT, Rotating, layers
-from tests.rules.fleet.training import images, text
+from benchmarks.illnesses.models import GPT, Around, Rotating, Several, layers
+from benchmarks.illnesses.training import Batch, Setup, adam, ill, images, sgd, text
 
 # Modes
 
@@ -113,7 +112,7 @@ def a_class_that_no_row_has(setup: Setup) -> None:
 def an_end_of_text_that_is_taken_for_padding(setup: Setup) -> None:
     """The loss leaves it out. The most frequent character is the end here, and the others are the vocabulary."""
     known = text().unique()
-    model: Any = setup.model
+    model = setup.model
     model.head = nn.Linear(model.head.in_features, len(known), bias=False)
     tokens = torch.zeros(128, dtype=torch.int64)
     tokens[known] = torch.arange(len(known))
@@ -129,25 +128,15 @@ def _without(setup: Setup, label: int) -> None:
 # Answers that do not depend on the row
 
 
-class _Around(nn.Module):
-    def __init__(self, model: nn.Module, forward: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.model, self._forward = model, forward
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._forward(self.model, x)
-
-
 @ill("constant-output", "dead-channels", on=("mlp", "tanh"))
 def a_mean_over_the_batch(setup: Setup) -> None:
     """The wrong dimension makes every row the same."""
 
     def forward(model: Any, x: torch.Tensor) -> torch.Tensor:
         hidden = model[:2](x)
-        rows: torch.Tensor = model[2:](hidden.mean(0, keepdim=True).expand_as(hidden))
-        return rows
+        return model[2:](hidden.mean(0, keepdim=True).expand_as(hidden))
 
-    setup.model = _Around(setup.model, forward)
+    setup.model = Around(setup.model, forward)
 
 
 @ill("constant-output", on=("mlp", "cnn"))
@@ -194,16 +183,12 @@ def an_encoder_that_maps_all_to_one_point(setup: Setup) -> None:
     """Two views of an image are to be near each other, and nothing says that others are to be far."""
     setup.model, setup.make_optimizer = layers(64, 64, 64, 32), adam(3e-3)
 
-    def step(number: int) -> torch.Tensor:
+    def loss_of(number: int) -> torch.Tensor:
         x, _ = setup.data(number)
-        setup.optimizer.zero_grad()
         one, two = (setup.model(x + 0.1 * torch.randn_like(x)) for _ in range(2))
-        loss = (one - two).square().mean()
-        loss.backward()
-        setup.optimizer.step()
-        return loss.detach()
+        return (one - two).square().mean()
 
-    setup.own_step = step
+    setup.loss_of = loss_of
 
 
 # Initial weights
@@ -233,10 +218,9 @@ def neurons_that_are_cut_off(setup: Setup) -> None:
 
     def forward(model: Any, x: torch.Tensor) -> torch.Tensor:
         hidden = model[:4](x) * mask
-        rows: torch.Tensor = model[4:](hidden)
-        return rows
+        return model[4:](hidden)
 
-    setup.model = _Around(setup.model, forward)
+    setup.model = Around(setup.model, forward)
 
 
 class Heads(GPT):
@@ -262,53 +246,45 @@ def heads_that_are_masked(setup: Setup) -> None:
 # Gradients
 
 
-@ill("clipped-gradients", on=("mlp", "gpt"))
-def gradients_that_are_clipped_before_they_are_unscaled(setup: Setup) -> None:
+def scaled(setup: Setup, unscales: bool) -> None:
+    """Scale the loss, and clip the gradients."""
     setup.make_optimizer = sgd(0.03)
     scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
 
     def step(number: int) -> torch.Tensor:
         setup.optimizer.zero_grad()
-        x, y = setup.data(number)
-        loss = setup.loss(setup.model(x), y)
-        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        loss = setup.loss_of(number)
+        scaler.scale(loss).backward()
+        if unscales:
+            scaler.unscale_(setup.optimizer)
         nn.utils.clip_grad_norm_(setup.model.parameters(), 1.0)
         scaler.step(setup.optimizer)
         scaler.update()
         return loss.detach()
 
-    setup.own_step = step
+    setup.step = step
 
 
-class TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.classes, self.pixels = layers(64, 64, 64), nn.Linear(64, 10), nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = self.body(x).relu()
-        return self.classes(hidden), self.pixels(hidden)
+@ill("clipped-gradients", on=("mlp", "gpt"))
+def gradients_that_are_clipped_before_they_are_unscaled(setup: Setup) -> None:
+    scaled(setup, unscales=False)
 
 
 def with_two_losses(setup: Setup, weight: Callable[[int], float]) -> None:
-    setup.model, setup.make_optimizer = TwoHeads(), sgd(0.03)
-    seen = {"step": -1}
-    given = setup.data
+    setup.model = Several(layers(64, 64, 64), classes=nn.Linear(64, 10), pixels=nn.Linear(64, 64))
 
-    def data(step: int) -> Batch:
-        seen["step"] = step
-        x, y = given(step)
-        seen["x"] = x  # type: ignore[assignment]
-        return x, y
+    def loss_of(number: int) -> torch.Tensor:
+        x, y = setup.data(number)
+        classes, pixels = setup.model(x)
+        return cross_entropy(classes, y) + weight(number) * mse_loss(pixels, x)
 
-    setup.data = data
-    setup.loss = lambda out, y: cross_entropy(out[0], y) + weight(seen["step"]) * mse_loss(out[1], seen["x"])
-    setup.after_backward = lambda step: nn.utils.clip_grad_norm_(setup.model.parameters(), 1.0)
+    setup.loss_of = loss_of
 
 
 @ill("vanishing-gradients", "exploding-gradients", on=("mlp",), began=50)
 def a_loss_that_takes_all_of_the_clipped_norm(setup: Setup) -> None:
     with_two_losses(setup, lambda step: 1.0 if step < 50 else 3e6)
+    setup.clip(1.0)
 
 
 class _Adversaries(nn.Module):
@@ -340,7 +316,7 @@ def adversarial(setup: Setup, zeroes_critic: bool) -> None:
         of_generator.step()
         return (one + two).detach()
 
-    setup.own_step = step
+    setup.step = step
 
 
 @ill("growing-gradients", on=("mlp",))
@@ -376,24 +352,29 @@ def workers_whose_random_generators_are_equal(setup: Setup) -> None:
     setup.data = data
 
 
-@ill("initial-loss", on=("gpt",))
-def microbatches_whose_losses_are_added_up(setup: Setup) -> None:
-    """Eight, each of them its own mean: their sum is 8 log(classes)."""
+def in_microbatches(setup: Setup, divisor: int = 8, zeroes: bool = False) -> None:
+    """Take eight of them a step. zeroes: gradients, before each."""
     setup.steps = 40
-    setup.make_optimizer = adam(1e-3)
 
     def step(number: int) -> torch.Tensor:
-        setup.optimizer.zero_grad()
         total = torch.zeros(())
-        for _ in range(8):
-            x, y = setup.data(number)
-            loss = setup.loss(setup.model(x), y)
+        for microbatch in range(8):
+            if zeroes or not microbatch:
+                setup.optimizer.zero_grad()
+            loss = setup.loss_of(number) / divisor
             loss.backward()
             total += loss.detach()
         setup.optimizer.step()
         return total
 
-    setup.own_step = step
+    setup.step = step
+
+
+@ill("initial-loss", on=("gpt",))
+def microbatches_whose_losses_are_added_up(setup: Setup) -> None:
+    """Eight, each of them its own mean: their sum is 8 log(classes)."""
+    setup.make_optimizer = adam(1e-3)
+    in_microbatches(setup, divisor=1)
 
 
 @ill("no-progress", on=("tanh",))
@@ -431,8 +412,7 @@ def a_table_that_nobody_computes(setup: Setup) -> None:
             self.register_buffer("scale", by_chance(64))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.body(x + 1e-30 * self.scale.clamp(-1, 1))  # type: ignore[operator]
-            return out
+            return self.body(x + 1e-30 * self.scale.clamp(-1, 1))
 
     setup.model, setup.steps = Scaled(), 30
 
@@ -464,7 +444,7 @@ def a_momentum_above_1(setup: Setup) -> None:
 def activations_that_a_norm_hides(setup: Setup) -> None:
     """The input of a batch norm doubles from step to step, and is divided by that."""
     setup.steps = 60
-    block: Any = setup.model[1]  # type: ignore[index]
+    block: Any = setup.model[1]
 
     def grow(step: int) -> None:
         if step >= 20:

@@ -9,24 +9,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss, nll_loss
 
-from benchmarks.illnesses.healthy import HEALTHY, healthy
-from benchmarks.illnesses.public_mistakes import TwoHeads, regression
-from benchmarks.illnesses.training import Setup, ill, sgd
-from tests.rules.fleet.models import Recurrent, layers
-
-_BEFORE = set(HEALTHY)
-
-
-class _Of(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(x)
-
+from benchmarks.illnesses.models import Function, Recurrent, layers
+from benchmarks.illnesses.public_mistakes import in_microbatches, regression, with_two_losses
+from benchmarks.illnesses.training import Setup, by, healthy, ill, sgd
 
 # Data
 
@@ -41,20 +26,16 @@ def a_state_that_begins_at_zero_now_and_then(setup: Setup) -> None:
     """The state is an input of the model, and 0 at the beginning of each text."""
     state: Any = None
 
-    def step(number: int) -> torch.Tensor:
+    def loss_of(number: int) -> torch.Tensor:
         nonlocal state
         x, y = setup.data(number)
         if number % 15 == 0:
             state = (torch.zeros(1, len(x), 48), torch.zeros(1, len(x), 48))
-        setup.optimizer.zero_grad()
         out, state = setup.model(x, state)
         state = tuple(each.detach() for each in state)
-        loss = cross_entropy(out.flatten(0, 1), y.flatten())
-        loss.backward()
-        setup.optimizer.step()
-        return loss.detach()
+        return setup.loss(out, y)
 
-    setup.model, setup.own_step = Recurrent(nn.LSTM), step
+    setup.model, setup.loss_of = Recurrent(nn.LSTM), loss_of
 
 
 @ill("unscaled-input", on=("mlp", "cnn"))
@@ -71,25 +52,20 @@ class _Masked(nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.inside(x.view(-1, 16, 4))).chunk(3, -1)
-        out: torch.Tensor = self.head(((q @ k.mT / 32**0.5 + mask).softmax(-1) @ v).mean(1))
-        return out
+        return self.head(((q @ k.mT / 32**0.5 + mask).softmax(-1) @ v).mean(1))
 
 
 @healthy("mlp")
 def a_mask_of_the_smallest_number(setup: Setup) -> None:
     """It is an input of the model, and not always the same."""
-    setup.model = model = _Masked()
+    setup.model = _Masked()
 
-    def step(number: int) -> torch.Tensor:
+    def loss_of(number: int) -> torch.Tensor:
         x, y = setup.data(number)
         mask = torch.full((16, 16), torch.finfo(torch.float32).min).triu(1 + number % 3)
-        setup.optimizer.zero_grad()
-        loss = cross_entropy(model(x, mask), y)
-        loss.backward()
-        setup.optimizer.step()
-        return loss.detach()
+        return setup.loss(setup.model(x, mask), y)
 
-    setup.own_step = step
+    setup.loss_of = loss_of
 
 
 @ill("constant-input", on=("mlp", "cnn"))
@@ -107,7 +83,7 @@ def _standardised(setup: Setup, eps: float) -> None:
     def by_row(x: torch.Tensor) -> torch.Tensor:
         return (x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + eps)
 
-    setup.model = nn.Sequential(nn.Linear(64, 64, bias=False), _Of(by_row), *layers(64, 64, 10))
+    setup.model = nn.Sequential(nn.Linear(64, 64, bias=False), Function(by_row), *layers(64, 64, 10))
 
     def damage(step: int, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = x.clone()
@@ -130,20 +106,20 @@ def a_row_that_is_divided_by_nearly_zero(setup: Setup) -> None:
 @ill("nonfinite", on=("mlp",))
 def a_logarithm_behind_a_relu(setup: Setup) -> None:
     """From the first step on, where no mask would be."""
-    setup.model = nn.Sequential(*setup.model, nn.ReLU(), _Of(torch.log))
+    setup.model = nn.Sequential(*setup.model, nn.ReLU(), Function(torch.log))
     setup.loss = nll_loss
 
 
 @healthy("mlp")
 def a_logarithm_of_what_is_clamped(setup: Setup) -> None:
-    setup.model = nn.Sequential(*setup.model, nn.Softmax(-1), _Of(lambda x: x.clamp(1e-6).log()))
+    setup.model = nn.Sequential(*setup.model, nn.Softmax(-1), Function(lambda x: x.clamp(1e-6).log()))
     setup.loss = nll_loss
 
 
 @ill("outlier-channels", on=("gpt",))
 def a_channel_that_is_enormous_in_every_block(setup: Setup) -> None:
     """Scale a channel of the residual stream, which runs through all blocks."""
-    model: Any = setup.model
+    model = setup.model
     with torch.no_grad():
         model.tokens.weight[:, 3] = 1e3
 
@@ -159,8 +135,7 @@ class _Gated(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.body(x).relu()
-        out: torch.Tensor = self.head(hidden + self.gate() * self.branch(hidden))
-        return out
+        return self.head(hidden + self.gate() * self.branch(hidden))
 
 
 @ill("missing-gradients", on=("mlp",), where="branch")
@@ -180,30 +155,15 @@ def a_branch_whose_gate_opens_slowly(setup: Setup) -> None:
     setup.model = _Gated(gate)
 
 
-def _with_weight(setup: Setup, weight: Callable[[int], float]) -> None:
-    setup.model = model = TwoHeads()
-
-    def step(number: int) -> torch.Tensor:
-        x, y = setup.data(number)
-        setup.optimizer.zero_grad()
-        classes, pixels = model(x)
-        loss = cross_entropy(classes, y) + weight(number) * mse_loss(pixels, x)
-        loss.backward()
-        setup.optimizer.step()
-        return loss.detach()
-
-    setup.own_step = step
-
-
 @healthy("mlp")
 def a_head_that_is_multiplied_by_zero(setup: Setup) -> None:
     """Give every parameter a gradient, as some reductions over ranks require."""
-    _with_weight(setup, lambda step: 0.0)
+    with_two_losses(setup, lambda step: 0.0)
 
 
 @healthy("mlp")
 def a_loss_that_is_added_later(setup: Setup) -> None:
-    _with_weight(setup, lambda step: float(step >= 60))
+    with_two_losses(setup, lambda step: float(step >= 60))
 
 
 class _Mixture(nn.Module):
@@ -314,53 +274,33 @@ def labels_that_are_divided_and_cut_off(setup: Setup) -> None:
 @ill("dropped-gradients", on=("mlp", "gpt"))
 def microbatches_each_of_which_is_zeroed(setup: Setup) -> None:
     """Eight, of which the optimizer takes the last one."""
-    setup.steps = 40
     setup.make_optimizer = sgd(0.03)
-
-    def step(number: int) -> torch.Tensor:
-        total = torch.zeros(())
-        for _ in range(8):
-            setup.optimizer.zero_grad()
-            x, y = setup.data(number)
-            loss = setup.loss(setup.model(x), y) / 8
-            loss.backward()
-            total += loss.detach()
-        setup.optimizer.step()
-        return total
-
-    setup.own_step = step
+    in_microbatches(setup, zeroes=True)
 
 
 @healthy("tanh")
 def a_derivative_in_the_loss(setup: Setup) -> None:
     """The gradient by the input is asked for first, and never meant for the parameters."""
 
-    def step(number: int) -> torch.Tensor:
-        setup.optimizer.zero_grad()
+    def loss_of(number: int) -> torch.Tensor:
         x, y = setup.data(number)
         x.requires_grad_()
         out = setup.model(x)
         (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        loss = cross_entropy(out, y) + 0.01 * slope.square().mean()
-        loss.backward()
-        setup.optimizer.step()
-        return loss.detach()
+        return cross_entropy(out, y) + 0.01 * slope.square().mean()
 
-    setup.own_step = step
+    setup.loss_of = loss_of
 
 
 @ill("lost-moments", on=("mlp", "gpt"))
 def an_optimizer_that_is_made_in_each_step(setup: Setup) -> None:
-    setup.make_optimizer = lambda model: torch.optim.Adam(model.parameters(), 1e-3)
+    setup.make_optimizer = by(torch.optim.Adam, 1e-3)
     setup.before = [lambda step: setattr(setup, "optimizer", setup.make_optimizer(setup.model))]
 
 
 @healthy("mlp")
 def one_batch_by_adam(setup: Setup) -> None:
     """All of the data in each step, so the gradient hardly changes."""
-    setup.make_optimizer = lambda model: torch.optim.Adam(model.parameters(), 1e-4)
+    setup.make_optimizer = by(torch.optim.Adam, 1e-4)
     whole = setup.data(0)
     setup.damage = lambda step, x, y: whole
-
-
-TWINS = frozenset(HEALTHY) - _BEFORE

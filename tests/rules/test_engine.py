@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.illnesses import ILL
 from hookstats import Site, Snapshot
 from hookstats.numbers.fields import STATISTICS
 from hookstats.rules import Finding, Ill, Judge, Memory, Step, judge, rule, rule_from_json, rule_to_json
@@ -19,7 +20,6 @@ from hookstats.rules.memory import from_state, to_state
 from hookstats.rules.step import SiteIds
 from tests.cluster import drifting
 from tests.language import trainings
-from tests.rules import fleet
 from tests.rules.test_guards import step_of
 
 
@@ -149,8 +149,8 @@ def judged_in_pieces(snapshots: list[Snapshot], rules: list[Any] | None = None) 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: fleet.run(fleet.ILL["jump_of_a_language_model"][0]),
-        lambda: fleet.run(fleet.ILL["relus_that_adam_has_killed"][0]),
+        lambda: ILL["jump_of_a_language_model"].run().snapshots,
+        lambda: ILL["relus_that_adam_has_killed"].run().snapshots,
         lambda: drifting.snapshots("a_rank_that_clips_alone"),
         lambda: trainings.ILL["a_balancing_loss_of_the_wrong_sign"](),
         lambda: trainings.ILL["a_learning_rate_of_queries_and_keys_that_spikes"](),

@@ -108,6 +108,9 @@ def test_tanh_and_sigmoid_are_saturated_at_their_ends() -> None:
     for ill in (wide.tanh(), wide.clamp(-80, 80).sigmoid(), (wide.abs() + 30).sigmoid()):
         assert told(saturated_channels(consecutive_steps=3), bounded(ill)) == [(2, "saturated-channels")]
         assert told(saturated_channels(consecutive_steps=4), bounded(ill)) == []
+    initial = (3 * narrow + torch.where(narrow > 0, 1.0, -1.0)).tanh()
+    assert told(saturated_channels, bounded(initial, 20)) == [(19, "saturated-channels")]
+    assert told(saturated_channels, bounded(narrow.tanh()) + bounded(initial, 30)) == []
     for healthy in (narrow.tanh(), (3 * narrow).sigmoid(), (1000 * narrow).softmax(-1).clamp(min=1e-30), narrow / 10):
         assert told(saturated_channels(consecutive_steps=3), bounded(healthy)) == []
 
@@ -176,6 +179,8 @@ def test_what_began_with_almost_nothing_has_no_size_either() -> None:
     tokens = torch.randn(4, 192, generator=torch.Generator().manual_seed(0))
     assert told(update_ratio, [updates(1e-6 * tokens, 1e-5)] * 20) == []
     assert told(update_ratio, [updates(1e-4 * tokens, 1e-5)] * 20) == [(9, "update-ratio")]
+    for value in (0.0, 1e-3):
+        assert told(update_ratio, [updates(torch.full((4, 192), value), 1e-3)] * 20) == []
 
 
 @pytest.mark.parametrize("lr", [1e-5, 3e-6])

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import hookstats
-from benchmarks.illnesses.training import KINDS, seeded
+from benchmarks import illnesses
 from hookstats.rules import Finding, identity, judge
 from hookstats.rules.formatting import number
 from hookstats.rules.identities import compare
@@ -20,6 +20,7 @@ from hookstats.rules.step import SiteIds, Step
 from tests.identities.models import RMSNorm
 from tests.identities.test_checking import Experts
 from tests.identities.trainings import proved, snapshots, times
+from tests.rules.trainings import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -136,15 +137,10 @@ def test_an_expert_that_had_no_token_is_not_judged() -> None:
     model, x = Experts(), torch.randn(30, 8)
     some, every = x.clone(), x.clone()
     some[:, 0], every[:, 0] = torch.arange(30) % 2, torch.arange(30) % 3
-    found, taken = hookstats.find_identities(model, lambda: model(some)), list[Any]()
+    found = hookstats.find_identities(model, lambda: model(some))
     options = hookstats.Options(identities=found, strict=True)
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
-    with hookstats.attach(model, every=1, sinks=taken.append, options=options) as monitor:
-        for batch in (some, every):
-            optimizer.zero_grad()
-            model(batch).square().sum().backward()
-            optimizer.step()
-            monitor.step()
+    taken = train(model, lambda step: model((some, every)[step]).square().sum(), optimizer, 2, options=options)
     assert [len(compare(Step(each, SiteIds()))) for each in taken] == [1, 0]
 
 
@@ -242,14 +238,9 @@ def test_gradients_that_cancel_are_silent() -> None:
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2))
     x, y = torch.randn(64, 8).repeat(2, 1), torch.tensor([0] * 64 + [1] * 64)
     found = hookstats.find_identities(model, lambda: model(x))
-    optimizer, taken = torch.optim.Adam(model.parameters(), 3e-3), list[Any]()
     options = hookstats.Options(identities=found, strict=True)
-    with hookstats.attach(model, every=10, sinks=taken.append, options=options) as monitor:
-        for _ in range(400):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            monitor.step()
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    taken = train(model, lambda step: F.cross_entropy(model(x), y), optimizer, 400, every=10, options=options)
     assert judge(taken, rules=[identity]) == []
     assert len(compare(Step(taken[-1], SiteIds()))) == 1
 
@@ -319,26 +310,24 @@ class Normed(nn.Module):
 
 def test_what_autocast_takes_between_modules_is_judged_by_its_precision() -> None:
     torch.manual_seed(0)
-    model, x, taken = Normed(), torch.randn(4, 24, 16), list[hookstats.Snapshot]()
+    model, x = Normed(), torch.randn(4, 24, 16)
     found = hookstats.find_identities(model, lambda: model(x))
     assert any("q_norm.weight" in each.parameters and each.kind == "pair" for each in found.identities)
-    with hookstats.attach(model, every=1, sinks=taken.append, options=hookstats.Options(identities=found)) as monitor:
-        for _ in range(3):
-            with torch.autocast("cpu", torch.bfloat16):
-                y = model(x)
-            y.float().square().mean().backward()
-            torch.optim.SGD(model.parameters(), 1e-2).step()
-            model.zero_grad()
-            monitor.step()
+
+    def loss_of(step: int) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x)
+        return y.float().square().mean()
+
+    options = hookstats.Options(identities=found)
+    taken = train(model, loss_of, torch.optim.SGD(model.parameters(), 1e-2), 3, options=options)
     assert judge(taken, rules=[identity]) == []
     assert max(float(each.z.max()) for step in taken for each in compare(Step(step, SiteIds()))) < 4
 
 
-@pytest.mark.parametrize("kind", [each for each in KINDS if each != "lstm"])  # which has no identity
+@pytest.mark.parametrize("kind", [each for each in illnesses.KINDS if each != "lstm"])  # which has no identity
 def test_healthy_trainings_of_the_fleet_are_silent(kind: str) -> None:
-    seeded()
-    setup, taken = KINDS[kind](), list[hookstats.Snapshot]()
-    setup.prepare()
+    setup, taken = illnesses.HEALTHY[f"as_it_is.{kind}"].make(), list[hookstats.Snapshot]()
     given, _ = setup.data(0)
     found = hookstats.find_identities(setup.model, lambda: setup.model(given))
     options = hookstats.Options(identities=found, strict=True)

@@ -1,45 +1,36 @@
-"""The benchmark of diagnosis: its trainings can be made, and its halves do not overlap."""
+"""The collection of trainings: each can be made, names what is there, and is in one half."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from benchmarks.illnesses import ill, more
-from benchmarks.illnesses.healthy import HEALTHY
-from benchmarks.illnesses.more_healthy import MORE
-from benchmarks.illnesses.training import ILL, Illness, seeded
+from benchmarks.illnesses import HEALTHY, ILL, Training, more
+from benchmarks.illnesses.training import healthy
 from hookstats.rules import defaults
 
 
-@pytest.mark.parametrize("each", ILL, ids=lambda each: f"{each.name}-{each.kind}")
-def test_an_illness_trains_two_steps(each: Illness) -> None:
-    seeded()
+@pytest.mark.parametrize("each", ILL.values(), ids=lambda each: each.key)
+def test_an_illness_trains_two_steps_and_has_the_places_that_are_expected(each: Training) -> None:
     setup = each.make()
-    setup.prepare()
+    names = {
+        name for kind in ("modules", "parameters", "buffers") for name, _ in getattr(setup.model, f"named_{kind}")()
+    }
+    assert set(each.where or ()) <= names
     for step in range(2):
         assert isinstance(setup.step(step), torch.Tensor)
 
 
 def test_rules_that_would_be_right_exist() -> None:
     known = {each.name for each in defaults()}
-    wanted = set().union(*(each.rules for each in ILL))
+    wanted = set().union(*(each.rules for each in ILL.values()))
     assert wanted <= known, f"no rule has these names: {sorted(wanted - known)}"
 
 
-def test_a_place_that_is_expected_is_one_of_the_model() -> None:
-    for each in ILL:
-        setup = each.make()
-        names = dict(setup.model.named_modules()) | dict(setup.model.named_parameters())
-        names |= dict(setup.model.named_buffers())
-        for place in each.where or ():
-            assert place in names, f"{each.name} on {each.kind}: the model has no {place!r}"
-
-
-def test_no_training_is_in_both_halves() -> None:
-    halves = [{each.name for each in ILL if each.is_unseen == half} for half in (False, True)]
+def test_no_training_is_in_both_halves_or_registered_twice() -> None:
+    halves = [{each.name for each in ILL.values() if each.is_unseen == half} for half in (False, True)]
     assert not halves[0] & halves[1]
-    assert len({(each.name, each.kind) for each in ILL}) == len(ILL)
-    assert {each.name for each in ILL if each.breaks.__module__ == more.__name__} <= halves[1]
-    assert any(each.breaks.__module__ == ill.__name__ for each in ILL)
-    assert set(HEALTHY) > MORE
+    assert {each.name for each in ILL.values() if each.change.__module__ == more.__name__} <= halves[1]
+    assert {each.is_unseen for each in HEALTHY.values()} == {False, True}
+    with pytest.raises(ValueError, match="expected a new name for a training, got mlp_adam again"):
+        healthy("digits")(HEALTHY["mlp_adam"].change)

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
-import hookstats
 from hookstats import Snapshot
 from hookstats.rules import Finding, Judge, bias_gradient, judge
 from hookstats.rules.laws import find_sides_of_biases
@@ -43,7 +42,7 @@ def judged(
     model: nn.Module,
     loss_of: Callable[[int], torch.Tensor] | None = None,
     steps: int = 40,
-    before: Callable[[int], None] | None = None,
+    before: Callable[[int], None] = lambda step: None,
 ) -> list[Finding]:
     return judge(snapshots_of(model, loss_of, steps, before), [bias_gradient])
 
@@ -52,11 +51,11 @@ def snapshots_of(
     model: nn.Module,
     loss_of: Callable[[int], torch.Tensor] | None = None,
     steps: int = 40,
-    before: Callable[[int], None] | None = None,
+    before: Callable[[int], None] = lambda step: None,
 ) -> list[Snapshot]:
     torch.manual_seed(0)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    return train(model, loss_of or OnDigits(model), optimizer, steps, before, KINDS)
+    return train(model, loss_of or OnDigits(model), optimizer, steps, before, tensors=KINDS)
 
 
 def times(model: nn.Module, name: str, factor: float, since: int = 0) -> Callable[[int], None]:
@@ -258,16 +257,17 @@ def test_what_was_summed_in_bfloat16_is_known_by_its_bits(microbatches: int) -> 
     """A LayerNorm under autocast, on a CPU: each row is rounded at the size of the sum, a float32 is what comes."""
     torch.manual_seed(0)
     healthy = nn.Sequential(nn.Linear(64, 32), nn.LayerNorm(32), nn.Linear(32, 10))
-    taken, largest = list[Snapshot](), list[float]()
-    with hookstats.attach(healthy, tensors=KINDS, every=1, sinks=taken.append) as monitor:
-        for step in range(8):
-            healthy.zero_grad()
-            for microbatch in range(microbatches):
-                x = torch.randn(256, 64, generator=torch.Generator().manual_seed(9 * step + microbatch))
-                with torch.autocast("cpu", torch.bfloat16):
-                    loss = cross_entropy(healthy(x).float(), x.argmax(1) % 10)
-                (loss / microbatches).backward()
-            monitor.step()
+    largest = list[float]()
+
+    def loss_of(step: int) -> torch.Tensor:
+        losses = []
+        for microbatch in range(microbatches):
+            x = torch.randn(256, 64, generator=torch.Generator().manual_seed(9 * step + microbatch))
+            with torch.autocast("cpu", torch.bfloat16):
+                losses.append(cross_entropy(healthy(x).float(), x.argmax(1) % 10) / microbatches)
+        return sum(losses)  # type: ignore[return-value]
+
+    taken = train(healthy, loss_of, [], 8, tensors=KINDS)
     sites = SiteIds()
     for snapshot in taken:
         sides, _ = find_sides_of_biases(Step(snapshot, sites), "param_grad")
@@ -301,7 +301,7 @@ def test_clipping_in_parts_is_told_nothing_where_gradients_hardly_vary(how: str)
 
     optimizer = torch.optim.SGD(parameters, 0.05)
     step, optimizer.step = optimizer.step, clip_and_step  # type: ignore[assignment]
-    snapshots = train(healthy, loss_of, optimizer, 150, None, KINDS)
+    snapshots = train(healthy, loss_of, optimizer, 150, tensors=KINDS)
     assert judge(snapshots, [bias_gradient]) == []
 
 
@@ -322,7 +322,7 @@ def test_channels_of_one_gradient_that_are_clipped_by_value_are_no_factor() -> N
 
     optimizer = torch.optim.SGD(parameters, 1e-5)
     step, optimizer.step = optimizer.step, clip_and_step  # type: ignore[assignment]
-    snapshots = train(healthy, loss_of, optimizer, 20, None, KINDS)
+    snapshots = train(healthy, loss_of, optimizer, 20, tensors=KINDS)
     assert last.bias.grad is not None
     assert bool((last.bias.grad.abs() == 0.5).all())
     assert judge(snapshots, [bias_gradient]) == []

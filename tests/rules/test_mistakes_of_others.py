@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from benchmarks.illnesses.models import layers
 from hookstats.rules import (
     Finding,
     constant_input,
@@ -20,10 +21,9 @@ from hookstats.rules import (
     second_moment,
     unscaled_input,
 )
-from hookstats.watch.arguments import DEFAULT_TENSORS
 from tests.rules.test_guards import step_of, told
 from tests.rules.test_spikes import found_in
-from tests.rules.trainings import OnDigits, mlp, train
+from tests.rules.trainings import OnDigits, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -58,16 +58,16 @@ def test_the_biases_of_recurrent_layers_are_biases() -> None:
         words = torch.randint(32, (8, 17), generator=generator)
         return cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
 
-    found = judge(train(model, loss_of, torch.optim.Adam(model.parameters(), 1e-2), 40, tensors=DEFAULT_TENSORS))
+    found = judge(train(model, loss_of, torch.optim.Adam(model.parameters(), 1e-2), 40))
     assert [each for each in found if each.rule == "update-ratio" and "bias" in str(each.site)] == []
 
 
 def test_a_softmax_over_two_classes_before_the_cross_entropy_is_found() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*mlp()[:-1], nn.Linear(64, 2), nn.Softmax(-1))
+    model = nn.Sequential(*layers(64, 64, 64, 64, 10)[:-1], nn.Linear(64, 2), nn.Softmax(-1))
     loss = OnDigits(model)
     loss.labels = loss.labels % 2
-    found = judge(train(model, loss, torch.optim.Adam(model.parameters(), 1e-4), 12, tensors=DEFAULT_TENSORS))
+    found = judge(train(model, loss, torch.optim.Adam(model.parameters(), 1e-4), 12))
     assert [(each.step, each.site) for each in found if each.rule == "probabilities-as-logits"] == [
         (9, ("7", "output"))
     ]

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-import hookstats
-from hookstats import Site, Snapshot
+from benchmarks.illnesses import thinned
+from hookstats import Site
 from hookstats.rules import Finding, judge, nonfinite
 from tests.models import THREE_KINDS
-from tests.rules.fleet.training import thinned
 from tests.rules.test_guards import step_of
+from tests.rules.trainings import train
 
 
 def trained(
@@ -23,23 +23,16 @@ def trained(
     before: Callable[[int, nn.Sequential], object] = lambda step, model: None,
     loss_of: Callable[[int, torch.Tensor], torch.Tensor] = lambda step, out: out.square().mean(),
     every: int = 1,
-    steps: int = 21,
     **how: Any,
 ) -> list[Finding]:
     """Train a small model and return the findings."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    snapshots: list[Snapshot] = []
-    with hookstats.attach(model, every=1, sinks=snapshots.append, **how) as monitor:
-        for step in range(steps):
-            before(step, model)
-            optimizer.zero_grad()
-            loss = loss_of(step, model(batch_of(step)))
-            loss.backward()
-            optimizer.step()
-            monitor.step(loss=loss)
-    return judge(thinned(snapshots, every), [nonfinite])
+    taken = train(
+        model, lambda step: loss_of(step, model(batch_of(step))), optimizer, 21, lambda step: before(step, model), **how
+    )
+    return judge(thinned(taken, every), [nonfinite])
 
 
 def clean(step: int) -> torch.Tensor:

@@ -10,36 +10,24 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.illnesses import (  # noqa: F401, all register theirs
-    counted,
-    ill,
-    more,
-    more_healthy,
-    public_healthy,
-    public_mistakes,
-    twins,
-)
-from benchmarks.illnesses.healthy import HEALTHY
-from benchmarks.illnesses.training import ILL, run, seeded
-from hookstats import Snapshot, attach
+from benchmarks.illnesses import HEALTHY, ILL, alarms, diagnosis, thinned
+from hookstats import Snapshot
 from hookstats.rules import Finding, judge, loss_spike, nonfinite, outlier_channels, story, vanishing_gradients
 from tests.rules.test_guards import step_of
 from tests.rules.test_spikes import found_in
+from tests.rules.trainings import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @cache
-def of_ill(name: str, kind: str = "mlp") -> list[Finding]:
-    (illness,) = [each for each in ILL if (each.name, each.kind) == (name, kind)]
-    seeded()
-    return judge(run(illness.make()).snapshots)
+def measured(name: str) -> list[Snapshot]:
+    return (ILL | HEALTHY)[name].run().snapshots
 
 
 @cache
-def of_healthy(name: str) -> list[Finding]:
-    seeded()
-    return judge(HEALTHY[name]().snapshots)
+def found_of(name: str, every: int = 1) -> list[Finding]:
+    return judge(thinned(measured(name), every))
 
 
 def sentences_of(finding: Finding) -> list[str]:
@@ -48,114 +36,129 @@ def sentences_of(finding: Finding) -> list[str]:
     return [each for each in said if not each.startswith("The same holds at ")]
 
 
-def alarms(found: list[Finding]) -> list[str]:
-    return [str(each) for each in found if each.because is None and each.severity != "note"]
-
-
 NAMED = [
     # The most common ones: nothing learns, or the data are wrong.
-    ("a_layer_that_no_optimizer_has", "mlp", "unchanged-parameters", "warning", "2.weight, 2.bias never changed"),
-    ("the_optimizer_of_another_model", "mlp", "unchanged-parameters", "critical", "no parameter of the model has ever"),
-    ("a_learning_rate_of_zero", "mlp", "unchanged-parameters", "critical", "no parameter of the model has ever"),
-    ("a_learning_rate_that_becomes_zero", "mlp", "unchanged-parameters", "critical", "changed since step 50"),
-    ("a_group_whose_learning_rate_becomes_zero", "mlp", "unchanged-parameters", "warning", "changed since step 50"),
-    ("bfloat16_weights_whose_updates_are_lost", "mlp", "lost-updates", "warning", "in bfloat16 a change below 1/512"),
-    ("a_detach_in_the_forward", "mlp", "missing-gradients", "warning", "ends between model.2 and model.3"),
-    ("weights_that_are_all_zero", "mlp", "dead-channels", "critical", "all weights of the module are 0"),
-    ("a_batch_a_thousand_times_too_large", "mlp", "input-shift", "warning", "the batch of step 57 is not"),
-    ("one_image_a_thousand_times_too_large", "mlp", "input-shift", "warning", "the batch of step 57 is not"),
-    ("a_loader_that_gives_zeros_from_the_middle_on", "mlp", "constant-input", "warning", "held a single value, 0"),
-    ("images_that_were_not_loaded", "mlp", "constant-input", "warning", "all rows have had the same values"),
-    ("the_same_image_in_every_row", "mlp", "constant-input", "warning", "all rows have had the same values"),
-    ("pixels_from_0_to_255", "mlp", "unscaled-input", "note", "has an rms of"),
-    ("gradients_that_are_never_zeroed_under_adam", "mlp", "growing-gradients", "warning", "nothing zeroes them"),
-    ("one_layer_whose_gradients_are_never_zeroed", "mlp", "growing-gradients", "warning", "gradients of 2.bias are"),
-    ("weight_decay_that_is_too_strong_in_sgd", "mlp", "shrinking-weights", "warning", "stronger than the gradient"),
-    ("a_softmax_before_the_cross_entropy", "mlp", "probabilities-as-logits", "warning", "cannot fall below 1.46"),
-    ("a_sigmoid_before_the_cross_entropy", "mlp", "probabilities-as-logits", "warning", "cannot fall below 1.46"),
-    ("initial_weights_thirty_times_too_large", "mlp", "initial-loss", "note", "among 10 classes would cost 2.3"),
-    ("labels_of_other_rows", "mlp", "no-progress", "note", "nothing has been learned"),
-    ("a_layer_that_dies_in_the_middle", "mlp", "dead-channels", "critical", "all channels of the output of 3"),
-    ("a_deep_stack_of_sigmoids", "mlp", "vanishing-gradients", "warning", "so the layers there"),
-    ("a_deep_stack_without_norms_and_with_large_weights", "mlp", "exploding-gradients", "warning", "gradients grow"),
-    ("tanh_that_is_saturated_from_the_start", "tanh", "saturated-channels", "warning", "saturated from the start"),
-    ("a_weight_that_becomes_nan", "mlp", "nonfinite", "critical", "It began in forward, after the output of 1"),
-    ("a_router_that_chooses_one_expert", "mlp", "expert-load", "warning", "router of experts has collapsed"),
-    ("a_residual_stream_that_grows_in_each_block", "gpt", "residual-drift", "warning", "stream through blocks grows"),
+    ("a_layer_that_no_optimizer_has.mlp", "unchanged-parameters", "warning", "2.weight, 2.bias never changed"),
+    ("the_optimizer_of_another_model.mlp", "unchanged-parameters", "critical", "no parameter of the model has ever"),
+    ("a_learning_rate_of_zero.mlp", "unchanged-parameters", "critical", "no parameter of the model has ever"),
+    ("a_learning_rate_that_becomes_zero.mlp", "unchanged-parameters", "critical", "changed since step 50"),
+    ("a_group_whose_learning_rate_becomes_zero.mlp", "unchanged-parameters", "warning", "changed since step 50"),
+    ("bfloat16_weights_whose_updates_are_lost.mlp", "lost-updates", "warning", "in bfloat16 a change below 1/512"),
+    ("a_detach_in_the_forward.mlp", "missing-gradients", "warning", "ends between model.2 and model.3"),
+    ("weights_that_are_all_zero.mlp", "dead-channels", "critical", "all weights of the module are 0"),
+    ("a_batch_a_thousand_times_too_large.mlp", "input-shift", "warning", "the batch of step 57 is not"),
+    ("one_image_a_thousand_times_too_large.mlp", "input-shift", "warning", "the batch of step 57 is not"),
+    ("a_loader_that_gives_zeros_from_the_middle_on.mlp", "constant-input", "warning", "held a single value, 0"),
+    ("images_that_were_not_loaded.mlp", "constant-input", "warning", "all rows have had the same values"),
+    ("the_same_image_in_every_row.mlp", "constant-input", "warning", "all rows have had the same values"),
+    ("pixels_from_0_to_255.mlp", "unscaled-input", "note", "has an rms of"),
+    ("gradients_that_are_never_zeroed_under_adam.mlp", "growing-gradients", "warning", "nothing zeroes them"),
+    ("one_layer_whose_gradients_are_never_zeroed.mlp", "growing-gradients", "warning", "gradients of 2.bias are"),
+    ("weight_decay_that_is_too_strong_in_sgd.mlp", "shrinking-weights", "warning", "stronger than the gradient"),
+    ("a_softmax_before_the_cross_entropy.mlp", "probabilities-as-logits", "warning", "cannot fall below 1.46"),
+    ("a_sigmoid_before_the_cross_entropy.mlp", "probabilities-as-logits", "warning", "cannot fall below 1.46"),
+    ("initial_weights_thirty_times_too_large.mlp", "initial-loss", "note", "among 10 classes would cost 2.3"),
+    ("labels_of_other_rows.mlp", "no-progress", "note", "nothing has been learned"),
+    ("a_layer_that_dies_in_the_middle.mlp", "dead-channels", "critical", "all channels of the output of 3"),
+    ("a_deep_stack_of_sigmoids.mlp", "vanishing-gradients", "warning", "so the layers there"),
+    ("a_deep_stack_without_norms_and_with_large_weights.mlp", "exploding-gradients", "warning", "gradients grow"),
+    ("tanh_that_is_saturated_from_the_start.tanh", "saturated-channels", "warning", "saturated from the start"),
+    ("a_weight_that_becomes_nan.mlp", "nonfinite", "critical", "It began in forward, after the output of 1"),
+    ("a_router_that_chooses_one_expert.mlp", "expert-load", "warning", "router of experts has collapsed"),
+    ("a_residual_stream_that_grows_in_each_block.gpt", "residual-drift", "warning", "stream through blocks grows"),
     # Those of public threads.
-    ("labels_that_are_all_ignored", "mlp", "unchanged-parameters", "critical", "ignores every label"),
-    ("labels_that_are_all_ignored", "gpt", "unchanged-parameters", "critical", "only weight decay changes"),
-    ("one_column_against_a_row", "mlp", "broadcast-target", "warning", "output.squeeze(-1)"),
-    ("prices_of_a_hundred_thousand_and_more", "mlp", "unscaled-targets", "warning", "a mean of 5"),
-    ("a_relu_before_targets_of_both_signs", "mlp", "unreachable-targets", "warning", "never goes below 0"),
-    ("a_sigmoid_before_targets_up_to_nine", "mlp", "unreachable-targets", "warning", "never goes above 1"),
-    ("a_tanh_before_targets_down_to_minus_nine", "mlp", "unreachable-targets", "warning", "never goes below -1"),
-    ("a_negative_log_likelihood_of_logits", "cnn", "nll-of-logits", "warning", "Use cross_entropy"),
-    ("a_negative_log_likelihood_of_probabilities", "mlp", "nll-of-logits", "warning", "log_softmax"),
-    ("data_that_are_sorted_by_class", "mlp", "sorted-data", "warning", "Shuffle them"),
-    ("a_class_after_another", "mlp", "sorted-data", "warning", "a single class each, 2 different ones"),
-    ("a_class_that_no_row_has", "mlp", "absent-class", "note", "class 7 of the output of 6 has not been the target"),
-    ("an_end_of_text_that_is_taken_for_padding", "gpt", "absent-class", "note", "must not be the end-of-text token"),
-    ("a_posterior_that_collapses", "mlp", "posterior-collapse", "warning", "lower the weight of the KL term"),
-    ("a_mean_over_the_batch", "mlp", "constant-output", "warning", "all rows get the same answer"),
-    ("an_input_that_does_not_matter", "mlp", "constant-output", "warning", "inputs that are far too small"),
-    ("weights_that_are_all_equal", "mlp", "equal-channels", "warning", "the weights started from one value"),
-    ("kernels_that_are_all_equal", "cnn", "equal-channels", "warning", "all 16 channels of the output of 0"),
-    ("neurons_that_are_cut_off", "mlp", "silent-rows", "note", "of 64 rows of the gradient"),
+    ("labels_that_are_all_ignored.mlp", "unchanged-parameters", "critical", "ignores every label"),
+    ("labels_that_are_all_ignored.gpt", "unchanged-parameters", "critical", "only weight decay changes"),
+    ("one_column_against_a_row.mlp", "broadcast-target", "warning", "output.squeeze(-1)"),
+    ("prices_of_a_hundred_thousand_and_more.mlp", "unscaled-targets", "warning", "a mean of 5"),
+    ("a_relu_before_targets_of_both_signs.mlp", "unreachable-targets", "warning", "never goes below 0"),
+    ("a_sigmoid_before_targets_up_to_nine.mlp", "unreachable-targets", "warning", "never goes above 1"),
+    ("a_tanh_before_targets_down_to_minus_nine.mlp", "unreachable-targets", "warning", "never goes below -1"),
+    ("a_negative_log_likelihood_of_logits.cnn", "nll-of-logits", "warning", "Use cross_entropy"),
+    ("a_negative_log_likelihood_of_probabilities.mlp", "nll-of-logits", "warning", "log_softmax"),
+    ("data_that_are_sorted_by_class.mlp", "sorted-data", "warning", "Shuffle them"),
+    ("a_class_after_another.mlp", "sorted-data", "warning", "a single class each, 2 different ones"),
+    ("a_class_that_no_row_has.mlp", "absent-class", "note", "class 7 of the output of 6 has not been the target"),
+    ("an_end_of_text_that_is_taken_for_padding.gpt", "absent-class", "note", "must not be the end-of-text token"),
+    ("a_posterior_that_collapses.mlp", "posterior-collapse", "warning", "lower the weight of the KL term"),
+    ("a_mean_over_the_batch.mlp", "constant-output", "warning", "all rows get the same answer"),
+    ("an_input_that_does_not_matter.mlp", "constant-output", "warning", "inputs that are far too small"),
+    ("weights_that_are_all_equal.mlp", "equal-channels", "warning", "the weights started from one value"),
+    ("kernels_that_are_all_equal.cnn", "equal-channels", "warning", "all 16 channels of the output of 0"),
+    ("neurons_that_are_cut_off.mlp", "silent-rows", "note", "of 64 rows of the gradient"),
     (
-        "gradients_that_are_clipped_before_they_are_unscaled", "mlp", "clipped-gradients", "warning",
+        "gradients_that_are_clipped_before_they_are_unscaled.mlp", "clipped-gradients", "warning",
         "scaler.unscale_(optimizer) before clipping",
     ),
-    ("a_critic_whose_gradients_nobody_zeroes", "mlp", "growing-gradients", "warning", "nothing zeroes them"),
-    ("workers_whose_random_generators_are_equal", "mlp", "constant-input", "note", "random generators start alike"),
-    ("microbatches_whose_losses_are_added_up", "gpt", "initial-loss", "note", "Divide each loss by 8"),
-    ("a_training_that_forgets_all", "tanh", "no-progress", "note", "after 200 steps"),
+    ("a_critic_whose_gradients_nobody_zeroes.mlp", "growing-gradients", "warning", "nothing zeroes them"),
+    ("workers_whose_random_generators_are_equal.mlp", "constant-input", "note", "random generators start alike"),
+    ("microbatches_whose_losses_are_added_up.gpt", "initial-loss", "note", "Divide each loss by 8"),
+    ("a_training_that_forgets_all.tanh", "no-progress", "note", "after 200 steps"),
     (
-        "rotary_frequencies_that_nobody_computes", "gpt", "uninitialised-buffer", "warning",
+        "rotary_frequencies_that_nobody_computes.gpt", "uninitialised-buffer", "warning",
         "the sample of the buffer inv_freq was never initialised",
     ),
-    ("batch_norms_without_momentum", "resnet", "still-statistics", "warning", "are still 0 and 1"),
-    ("a_branch_whose_gate_is_zero", "mlp", "missing-gradients", "warning", "only a gradient that is 0"),
-    ("pixels_that_are_divided_by_255_twice", "mlp", "unscaled-input", "note", "scaled twice, or not at all"),
-    ("a_momentum_above_1", "resnet", "runaway-statistics", "warning", "a variance is never below 0"),
-    ("batches_of_two_before_a_batch_norm", "mlp", "norm-of-few-values", "warning", "1: normalised over only 2 values"),
-    ("a_frozen_body_in_training_mode", "resnet", "moving-statistics", "note", "Call eval() on that part"),
-    ("dropouts_that_were_given_the_share_to_keep", "mlp", "heavy-dropout", "note", "a dropout after it keeps only 5"),
-    ("a_dropout_after_the_last_layer", "mlp", "heavy-dropout", "warning", "Remove the dropout after the last layer"),
-    ("a_tanh_before_the_cross_entropy", "mlp", "probabilities-as-logits", "warning", "cannot fall below 0.797"),
+    ("batch_norms_without_momentum.resnet", "still-statistics", "warning", "are still 0 and 1"),
+    ("a_branch_whose_gate_is_zero.mlp", "missing-gradients", "warning", "only a gradient that is 0"),
+    ("pixels_that_are_divided_by_255_twice.mlp", "unscaled-input", "note", "scaled twice, or not at all"),
+    ("a_momentum_above_1.resnet", "runaway-statistics", "warning", "a variance is never below 0"),
+    ("batches_of_two_before_a_batch_norm.mlp", "norm-of-few-values", "warning", "1: normalised over only 2 values"),
+    ("a_frozen_body_in_training_mode.resnet", "moving-statistics", "note", "Call eval() on that part"),
+    ("dropouts_that_were_given_the_share_to_keep.mlp", "heavy-dropout", "note", "a dropout after it keeps only 5"),
+    ("a_dropout_after_the_last_layer.mlp", "heavy-dropout", "warning", "Remove the dropout after the last layer"),
+    ("a_tanh_before_the_cross_entropy.mlp", "probabilities-as-logits", "warning", "cannot fall below 0.797"),
     (
-        "a_sigmoid_before_a_binary_cross_entropy_of_logits", "mlp", "probabilities-as-logits", "warning",
+        "a_sigmoid_before_a_binary_cross_entropy_of_logits.mlp", "probabilities-as-logits", "warning",
         "the loss cannot fall below 0.313",
     ),
-    ("a_bottleneck_of_dropout", "mlp", "heavy-dropout", "note", "not the share to keep"),
-    ("a_critic_that_began_as_a_copy_of_the_other", "mlp", "equal-modules", "warning", "one.0.weight and two.0.weight"),
-    ("a_loss_that_is_made_anew", "mlp", "no-gradients", "critical", "torch.tensor(..., requires_grad=True)"),
-    ("a_cross_entropy_over_a_single_class", "mlp", "unchanged-parameters", "critical", "has a single class"),
-    ("a_layer_that_forward_forgets", "mlp", "missing-gradients", "note", "extra: no forward has called it"),
-    ("a_decay_for_each_epoch_that_is_taken_at_each_batch", "tanh", "tiny-updates", "warning", "must not be stepped"),
-    ("a_learning_rate_ten_thousand_times_too_small", "mlp", "tiny-updates", "warning", "has changed a weight by more"),
-    ("targets_beyond_one_of_a_binary_cross_entropy", "mlp", "impossible-loss", "note", "lie between 0 and 1"),
-    ("labels_that_are_not_shifted", "gpt", "impossible-loss", "note", "labels that are not shifted by one"),
-    ("answers_that_the_input_says_nothing_of", "mlp", "no-progress", "note", "after half of them, and has stopped"),
-    ("pixels_that_are_scaled_in_place", "cnn", "input-shift", "note", "has drifted to"),
-    ("activations_that_a_norm_hides", "resnet", "runaway-statistics", "warning", "1.norm1.running_mean runs away"),
-    ("labels_that_are_divided_and_cut_off", "cnn", "absent-class", "warning", "class 0 of the output of"),
-    ("microbatches_each_of_which_is_zeroed", "mlp", "dropped-gradients", "note", "over the 8 forwards of a step"),
-    ("an_optimizer_that_is_made_in_each_step", "gpt", "lost-moments", "note", "made anew in each step"),
+    ("a_bottleneck_of_dropout.mlp", "heavy-dropout", "note", "not the share to keep"),
+    ("a_critic_that_began_as_a_copy_of_the_other.mlp", "equal-modules", "warning", "one.0.weight and two.0.weight"),
+    ("a_loss_that_is_made_anew.mlp", "no-gradients", "critical", "torch.tensor(..., requires_grad=True)"),
+    ("a_cross_entropy_over_a_single_class.mlp", "unchanged-parameters", "critical", "has a single class"),
+    ("a_layer_that_forward_forgets.mlp", "missing-gradients", "note", "extra: no forward has called it"),
+    ("a_decay_for_each_epoch_that_is_taken_at_each_batch.tanh", "tiny-updates", "warning", "must not be stepped"),
+    ("a_learning_rate_ten_thousand_times_too_small.mlp", "tiny-updates", "warning", "has changed a weight by more"),
+    ("targets_beyond_one_of_a_binary_cross_entropy.mlp", "impossible-loss", "note", "lie between 0 and 1"),
+    ("labels_that_are_not_shifted.gpt", "impossible-loss", "note", "labels that are not shifted by one"),
+    ("answers_that_the_input_says_nothing_of.mlp", "no-progress", "note", "after half of them, and has stopped"),
+    ("pixels_that_are_scaled_in_place.cnn", "input-shift", "note", "has drifted to"),
+    ("activations_that_a_norm_hides.resnet", "runaway-statistics", "warning", "1.norm1.running_mean runs away"),
+    ("labels_that_are_divided_and_cut_off.cnn", "absent-class", "warning", "class 0 of the output of"),
+    ("microbatches_each_of_which_is_zeroed.mlp", "dropped-gradients", "note", "over the 8 forwards of a step"),
+    ("an_optimizer_that_is_made_in_each_step.gpt", "lost-moments", "note", "made anew in each step"),
+    # Those that jump or diverge.
+    ("a_learning_rate_that_jumps.mlp", "loss-spike", "warning", "the loss jumped to 40.7, from 2.11"),
+    ("a_learning_rate_that_jumps.mlp", "exploding-gradients", "warning", "more than 100 times its usual size for 3"),
+    ("learning_rate_that_diverges_from_the_start", "loss-spike", "critical", "training diverges: the loss has risen"),
+    ("jump_of_a_language_model", "loss-spike", "warning", "outputs of the model changed at the same time"),
+    ("spike_of_the_learning_rate", "gradient-norm-spike", "note", "the norm of the gradients jumped to 97.7"),
+    ("labels_that_are_random_in_one_batch", "loss-spike", "warning", "came back after 1 step: check the data of"),
+    ("weights_that_a_bit_has_flipped", "loss-spike", "warning", "the loss jumped to 2.41, from 2.06"),
+    ("nan_by_the_loss", "nonfinite", "critical", "It began in the loss, which is not finite while all outputs are"),
+    ("updates_that_are_too_large", "update-ratio", "note", "step 0 changed 0.weight by 1.31 times its own size"),
+    ("one_feature_ten_thousand_times_the_others.mlp", "low-precision-fit", "note", "in float8_e4m3fn (scale 2^"),
+    ("one_feature_ten_thousand_times_the_others.mlp", "massive-activations", "note", "the output of 0"),
+    ("massive_channel", "outlier-channels", "warning", "channel 17 of the output of blocks.1.down reaches 30,001"),
+]  # fmt: skip
+SEEN_AT_EVERY_TENTH = [
+    "jump_of_a_language_model", "spike_of_the_learning_rate", "labels_that_are_random_in_one_batch",
+    "weights_that_a_bit_has_flipped", "nan_by_the_loss",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "kind", "rule", "severity", "words"), NAMED, ids=lambda each: str(each)[:40])
-def test_a_mistake_is_named(name: str, kind: str, rule: str, severity: str, words: str) -> None:
-    (illness,) = [each for each in ILL if (each.name, each.kind) == (name, kind)]
-    found = [each for each in of_ill(name, kind) if each.rule == rule and each.because is None]
-    assert found, [str(each) for each in of_ill(name, kind)]
+@pytest.mark.parametrize(("name", "rule", "severity", "words"), NAMED, ids=lambda each: str(each)[:40])
+def test_a_mistake_is_named(name: str, rule: str, severity: str, words: str) -> None:
+    found = [each for each in found_of(name) if each.rule == rule and each.because is None]
+    assert found, [str(each) for each in found_of(name)]
     assert found[0].severity == severity
     assert words in found[0].sentence
-    assert all(len(sentences_of(each)) <= 3 and each.sentence.endswith(".") for each in of_ill(name, kind))
-    assert found[0].step >= illness.began
-    places = {site.name for site in found[0].sites}
-    assert not illness.where or any(f"{each}.".startswith(f"{place}.") for place in illness.where for each in places)
+    assert all(len(sentences_of(each)) <= 3 and each.sentence.endswith(".") for each in found_of(name))
+    assert diagnosis(measured(name), ILL[name])["found"]
+
+
+@pytest.mark.parametrize("name", SEEN_AT_EVERY_TENTH)
+def test_a_mistake_is_named_where_every_tenth_step_is_measured(name: str) -> None:
+    assert diagnosis(thinned(measured(name), 10), ILL[name])["found"]
 
 
 TWINS = {
@@ -220,12 +223,19 @@ TWINS = {
 }  # fmt: skip
 
 
+# Of those that are much alike one is here.
+USUAL = [
+    "mlp_adam", "as_it_is.gpt", "autoencoder", "logistic_regression_adagrad", "batches_of_four",
+    "warm_restarts_of_sgd.mlp", "muon_like", "task_added", "dqn", "curriculum", "policy_gradient",
+    "normalising_flow_that_keeps_volumes", "cauchy_losses", "sparse_embeddings",
+]  # fmt: skip
+
+
 # Those that no rule has for its twin: python -m benchmarks.illnesses.
-@pytest.mark.parametrize("name", sorted({name for names in TWINS.values() for name in names}))
-def test_a_healthy_twin_sets_off_no_alarm_and_is_told_nothing_of_its_fault_not_even_a_note(name: str) -> None:
-    found = of_healthy(name)
-    assert alarms(found) == []
-    assert [str(each) for each in found if name in TWINS.get(each.rule, ())] == []
+@pytest.mark.parametrize("name", [*sorted({name for names in TWINS.values() for name in names}), *USUAL])
+def test_a_healthy_training_sets_off_no_alarm_and_is_told_nothing_of_a_fault_whose_twin_it_is(name: str) -> None:
+    assert [str(each) for every in (1, 10) for each in alarms(found_of(name, every))] == []
+    assert [str(each) for each in found_of(name) if name in TWINS.get(each.rule, ())] == []
 
 
 @pytest.mark.parametrize(
@@ -236,7 +246,7 @@ def test_a_healthy_twin_sets_off_no_alarm_and_is_told_nothing_of_its_fault_not_e
     ],
 )
 def test_what_may_be_meant_is_a_note_at_most(name: str, rule: str) -> None:
-    assert {each.severity for each in of_healthy(name) if each.rule == rule} <= {"note"}
+    assert {each.severity for each in found_of(name) if each.rule == rule} <= {"note"}
 
 
 def test_one_row_that_is_not_finite_is_no_matter_of_weights() -> None:
@@ -256,11 +266,8 @@ def test_a_fine_tuned_model_is_not_told_that_it_has_learned_nothing_yet() -> Non
     with torch.no_grad():
         model.weight.mul_(100)
     torch.manual_seed(0)
-    x, snapshots = torch.randn(64, 8), list[Snapshot]()
-    with attach(model, every=1, sinks=snapshots.append) as monitor:
-        loss = nn.functional.cross_entropy(model(x), torch.arange(64) % 10)
-        loss.backward()
-        monitor.step(loss=loss)
+    x, y = torch.randn(64, 8), torch.arange(64) % 10
+    snapshots = train(model, lambda step: nn.functional.cross_entropy(model(x), y), [], 1)
     (found,) = [each for each in judge(snapshots) if each.rule == "initial-loss"]
     assert "for a pretrained one, use the labels, tokens and scaling that it was trained with" in found.sentence
     assert "before it has learned" not in found.sentence

@@ -1,14 +1,14 @@
-"""Models of the fleet that more than one training uses."""
+"""Models that more than one training uses."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 
 class Attention(nn.Module):
@@ -47,9 +47,6 @@ class GPT(nn.Module):
             x = block(x)
         return self.head(self.norm(x))
 
-    def loss(self, ids: torch.Tensor, **how: Any) -> torch.Tensor:
-        return cross_entropy(self(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten(), **how)
-
 
 class Rotating(nn.Module):
     """A language model whose attention turns queries and keys by their places, without a block after it."""
@@ -63,13 +60,12 @@ class Rotating(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x, length = self.tokens(ids), ids.shape[1]
-        angles = torch.outer(torch.arange(length).float(), self.inv_freq)  # type: ignore[arg-type]
+        angles = torch.outer(torch.arange(length).float(), self.inv_freq)
         cos, sin = torch.cat([angles, angles], -1).cos(), torch.cat([angles, angles], -1).sin()
         q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
         q, k = (each * cos + torch.cat([-each[..., 16:], each[..., :16]], -1) * sin for each in (q, k))
-        logits = q @ k.transpose(-1, -2) / 32**0.5 + self.mask[:length, :length]  # type: ignore[index]
-        out: torch.Tensor = self.head(x + self.proj(logits.softmax(-1) @ v))
-        return out
+        logits = q @ k.transpose(-1, -2) / 32**0.5 + self.mask[:length, :length]
+        return self.head(x + self.proj(logits.softmax(-1) @ v))
 
 
 def frequencies() -> torch.Tensor:
@@ -88,9 +84,6 @@ class Recurrent(nn.Module):
     def forward(self, ids: torch.Tensor, state: Any = None) -> tuple[torch.Tensor, Any]:
         x, state = self.rnn(self.tokens(ids), state)
         return self.head(x), state
-
-    def loss(self, ids: torch.Tensor) -> torch.Tensor:
-        return cross_entropy(self(ids[:, :-1])[0].flatten(0, 1), ids[:, 1:].flatten())
 
 
 class Residual(nn.Module):
@@ -124,6 +117,42 @@ def layers(*widths: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential
     for inside, outside in pairwise(widths):
         made += [nn.Linear(inside, outside), activation()]
     return nn.Sequential(*made[:-1])
+
+
+class Several(nn.Module):
+    """Answers of several heads, which are named, of one body."""
+
+    def __init__(self, body: nn.Module, **heads: nn.Module) -> None:
+        super().__init__()
+        self.body, self.names = body, list(heads)
+        for name, head in heads.items():
+            self.add_module(name, head)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden = self.body(x).relu()
+        return tuple(self.get_submodule(name)(hidden) for name in self.names)
+
+
+class Function(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+class Around(nn.Module):
+    """A model, and something around it."""
+
+    def __init__(self, model: nn.Module, forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.model, self._forward = model, forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._forward(self.model, x)
 
 
 class Coupling(nn.Module):
