@@ -18,6 +18,7 @@ from hookstats.rules.identities import compare
 from hookstats.rules.step import SiteIds, Step
 from tests import ranks
 from tests.identities.models import Llama, RMSNorm, ids, loss_of
+from tests.rules.trainings import train as measured
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -182,15 +183,11 @@ def test_a_head_that_is_added_later_is_said_and_its_trunk_is_not_judged() -> Non
     checked = found.check(lambda: model(x).backward())
     assert (checked.judged, checked.breaks) == (0, [])
     assert "second.weight did not run when identities were found" in next(iter(checked.left_out.values()))
-    optimizer, taken = torch.optim.SGD(model.parameters(), 1e-2), list[hookstats.Snapshot]()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
     options = hookstats.Options(identities=found, strict=True)
-    with hookstats.attach(model, every=1, sinks=taken.append, options=options) as monitor:
-        for step in range(4):
-            model.is_second = step > 1
-            model(x).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            monitor.step()
+    taken = measured(
+        model, lambda step: model(x), optimizer, 4, lambda step: setattr(model, "is_second", step > 1), options=options
+    )
     assert [len(compare(Step(each, SiteIds()))) for each in taken] == [1, 1, 0, 0]
 
 

@@ -14,6 +14,7 @@ from hookstats import Snapshot
 from hookstats.rules import Finding, cross_entropy_gradient, judge
 from hookstats.watch.given_loss import GivenLoss
 from tests.rules.tokens import CLASSES, FAULTS, HEALTHY, TENSORS, Loss, mean, snapshots, summed
+from tests.rules.trainings import train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -125,13 +126,12 @@ def test_a_loss_that_may_be_what_was_differentiated_is_not_judged() -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 3)
     torch.nn.init.normal_(model.weight)
-    taken: list[Snapshot] = []
-    with hookstats.attach(model, tensors=TENSORS, every=1, sinks=taken.append) as monitor:
-        for _ in range(20):  # the losses of two microbatches of two rows vary more than by the factor 2
-            losses = [cross_entropy(model(torch.randn(2, 8)), torch.randint(3, (2,))) for _ in range(2)]
-            sum(losses).backward()  # type: ignore[union-attr]
-            monitor.step(loss=sum(losses))
-    assert judged(taken) == []
+
+    def loss_of(step: int) -> torch.Tensor:  # of two microbatches of two rows, that vary more than by the factor 2
+        losses = [cross_entropy(model(torch.randn(2, 8)), torch.randint(3, (2,))) for _ in range(2)]
+        return sum(losses)  # type: ignore[return-value]
+
+    assert judged(train(model, loss_of, [], 20, tensors=TENSORS)) == []
 
 
 def test_the_loss_may_be_given_as_a_number_or_as_the_part_that_was_differentiated() -> None:
@@ -145,11 +145,6 @@ def test_one_step_alone_is_not_told() -> None:
     taken = snapshots("microbatches_that_are_added_up")
     assert judged(taken[:1]) == []
     assert len(judged(taken[:2])) == 1
-
-
-def test_training_is_the_same_to_the_bit() -> None:
-    losses = [[each.scalars["loss"] for each in snapshots(HEALTHY["mean of means"], steps=4)] for _ in range(2)]
-    assert losses[0] == losses[1]
 
 
 # Without weights of tokens: one backward a step, of a loss that is given with its grad_fn.
@@ -241,33 +236,27 @@ def test_a_step_that_is_one_of_several_microbatches_is_not_judged(every: int) ->
 
 
 def test_what_the_weights_of_tokens_know_to_be_no_cross_entropy_is_not_judged_by_its_norm() -> None:
-    found = []
-    for tensors in (("grad_output",), TENSORS):
+    net = torch.nn.Linear(8, 5)
+
+    def loss_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:  # of two parts, of which one is given
+        logits = net(torch.randn(64, 8))
+        loss = cross_entropy(logits, torch.randint(5, (64,)))
+        return loss, loss + 2 * logits.logsumexp(-1).square().mean()
+
+    for tensors, count in ((("grad_output",), 1), (TENSORS, 0)):
         torch.manual_seed(0)
-        net, taken = torch.nn.Linear(8, 5), list[Snapshot]()
-        optimizer = torch.optim.SGD(net.parameters(), 0.01)
-        with hookstats.attach(net, tensors=tensors, every=1, sinks=taken.append) as monitor:
-            for _ in range(4):
-                logits = net(torch.randn(64, 8))
-                loss = cross_entropy(logits, torch.randint(5, (64,)))
-                (loss + 2 * logits.logsumexp(-1).square().mean()).backward()  # the second part is not given
-                optimizer.step()
-                optimizer.zero_grad()
-                monitor.step(loss=loss)
-        found.append(len(judged(taken)))
-    assert found == [1, 0]
+        net.reset_parameters()
+        assert len(judged(train(net, loss_of, torch.optim.SGD(net.parameters(), 0.01), 4, tensors=tensors))) == count
 
 
 def test_where_no_updates_are_measured_it_is_judged_after_some_steps() -> None:
     torch.manual_seed(0)
-    net, taken = torch.nn.Linear(8, 5), list[Snapshot]()
+    net = torch.nn.Linear(8, 5)
+
+    def loss_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = cross_entropy(net(torch.randn(1, 8)), torch.randint(5, (1,)))
+        return loss, loss / 4
+
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    with hookstats.attach(net, tensors=("grad_output", "param_sample"), every=1, sinks=taken.append) as monitor:
-        for _ in range(20):
-            loss = cross_entropy(net(torch.randn(1, 8)), torch.randint(5, (1,)))
-            (loss / 4).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            monitor.step(loss=loss)
-    (found,) = judged(taken)
+    (found,) = judged(train(net, loss_of, optimizer, 20, tensors=("grad_output", "param_sample")))
     assert found.step == 9

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-import hookstats
 from hookstats.rules import Finding, judge, outside_write
 from tests.rules.outside import TENSORS, snapshots
+from tests.rules.trainings import train
 
 
 def findings(*given: Any, **options: Any) -> list[Finding]:
@@ -101,46 +101,25 @@ def test_what_is_written_after_every_step_is_a_note_from_the_fourth_time_on() ->
 
 def test_two_optimizers_of_the_same_parameters_are_none_that_write_outside() -> None:
     torch.manual_seed(0)
-    model, taken = nn.Linear(4, 4), list[hookstats.Snapshot]()
-    first, second = (torch.optim.SGD(model.parameters(), 0.1) for _ in range(2))
-    with hookstats.attach(model, tensors=TENSORS, every=2, sinks=taken.append) as monitor:
-        for _ in range(8):
-            model(torch.randn(3, 4)).square().mean().backward()
-            first.step()
-            second.step()
-            monitor.step()
+    model = nn.Linear(4, 4)
+    both = [torch.optim.SGD(model.parameters(), 0.1) for _ in range(2)]
+    taken = train(model, lambda step: model(torch.randn(3, 4)).square().mean(), both, 8, tensors=TENSORS, every=2)
     assert judge(taken, rules=[outside_write]) == []
     assert taken[-1]["weight", "outside_update"].total.count > 0
 
 
 def test_parameters_of_several_optimizers_are_all_looked_at() -> None:
     torch.manual_seed(0)
-    model, taken = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), list[hookstats.Snapshot]()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in model]
-    with hookstats.attach(model, tensors=TENSORS, every=2, sinks=taken.append) as monitor:
-        for step in range(8):
-            model(torch.randn(3, 4)).square().mean().backward()
-            for each in optimizers:
-                each.step()
-            monitor.step()
-            if step == 4:
-                with torch.no_grad():
-                    model[1].weight.add_(1)
+
+    def write(step: int) -> None:
+        if step == 5:
+            with torch.no_grad():
+                model[1].weight.add_(1)
+
+    taken = train(
+        model, lambda step: model(torch.randn(3, 4)).square().mean(), optimizers, 8, write, tensors=TENSORS, every=2
+    )
     (finding,) = judge(taken, rules=[outside_write])
     assert (finding.site.name, finding.step) == ("1.weight", 6)
-
-
-def test_training_is_the_same_to_the_last_bit() -> None:
-    def run(watched: bool) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = nn.Linear(4, 4)
-        optimizer = torch.optim.AdamW(model.parameters())
-        monitor = hookstats.attach(model, tensors=TENSORS, every=2) if watched else None
-        for _ in range(6):
-            model(torch.randn(3, 4)).square().mean().backward()
-            optimizer.step()
-            if monitor is not None:
-                monitor.step()
-        return [each.detach() for each in model.parameters()]
-
-    assert all(map(torch.equal, run(True), run(False)))
