@@ -17,7 +17,7 @@ from benchmarks.illnesses import (  # noqa: F401, they register theirs
     unusual,
     usual,
 )
-from benchmarks.illnesses.judging import alarms, diagnosis, news, thinned
+from benchmarks.illnesses.judging import alarms, diagnosis, thinned
 from benchmarks.illnesses.training import HEALTHY, ILL, KINDS, Training, seed
 
-__all__ = ["HEALTHY", "ILL", "KINDS", "Training", "alarms", "diagnosis", "news", "seed", "thinned"]
+__all__ = ["HEALTHY", "ILL", "KINDS", "Training", "alarms", "diagnosis", "seed", "thinned"]

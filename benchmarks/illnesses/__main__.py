@@ -41,10 +41,9 @@ def rows_of(registered: dict[str, Training], arguments: argparse.Namespace) -> I
         snapshots, losses = measured(each, arguments.save, arguments.rows)
         row = {"name": each.name, "kind": each.kind, "key": each.key, "unseen": each.is_unseen}
         row["losses"] = [losses[0], losses[-1]]
-        for every, kept in (("every step", snapshots), ("every tenth", thinned(snapshots, 10))):
-            row[every] = (
-                diagnosis(kept, each) if each.rules else [f"{one.rule}@{one.step}" for one in alarms(judge(kept))]
-            )
+        for every, count in (("every step", 1), ("every tenth", 10)):
+            found = judge(thinned(snapshots, count))
+            row[every] = diagnosis(found, each) if each.rules else [f"{one.rule}@{one.step}" for one in alarms(found)]
         yield row
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.illnesses.training import Training
 from hookstats import Snapshot
-from hookstats.rules import Finding, judge
+from hookstats.rules import Finding
 
 
 def thinned(snapshots: list[Snapshot], every: int) -> list[Snapshot]:
@@ -40,8 +40,8 @@ def is_right(finding: Finding, illness: Training) -> bool:
     )
 
 
-def diagnosis(snapshots: list[Snapshot], illness: Training) -> dict[str, Any]:
-    found = news(judge(snapshots))
+def diagnosis(findings: list[Finding], illness: Training) -> dict[str, Any]:
+    found = news(findings)
     right = next((each for each in found if is_right(each, illness)), None)
     return {
         "found": right is not None,

@@ -21,13 +21,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @cache
-def measured(name: str) -> list[Snapshot]:
-    return (ILL | HEALTHY)[name].run().snapshots
+def found_in_both(name: str) -> dict[int, list[Finding]]:
+    """Return what is found where every step is measured, and every tenth."""
+    snapshots = (ILL | HEALTHY)[name].run().snapshots
+    return {every: judge(thinned(snapshots, every)) for every in (1, 10)}
 
 
-@cache
 def found_of(name: str, every: int = 1) -> list[Finding]:
-    return judge(thinned(measured(name), every))
+    return found_in_both(name)[every]
 
 
 def sentences_of(finding: Finding) -> list[str]:
@@ -153,12 +154,12 @@ def test_a_mistake_is_named(name: str, rule: str, severity: str, words: str) -> 
     assert found[0].severity == severity
     assert words in found[0].sentence
     assert all(len(sentences_of(each)) <= 3 and each.sentence.endswith(".") for each in found_of(name))
-    assert diagnosis(measured(name), ILL[name])["found"]
+    assert diagnosis(found_of(name), ILL[name])["found"]
 
 
 @pytest.mark.parametrize("name", SEEN_AT_EVERY_TENTH)
 def test_a_mistake_is_named_where_every_tenth_step_is_measured(name: str) -> None:
-    assert diagnosis(thinned(measured(name), 10), ILL[name])["found"]
+    assert diagnosis(found_of(name, 10), ILL[name])["found"]
 
 
 TWINS = {
