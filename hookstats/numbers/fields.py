@@ -145,9 +145,9 @@ def unscale(moments: Array, by: float | Array) -> Array:
     if np.all(np.equal(by, 1)):
         return moments
     result: Array = moments.copy()
-    for row, field in zip(result, _FIELDS, strict=True):
+    for number, field in enumerate(_FIELDS):  # of one state, rows are numbers
         if field.power:
-            row /= by**field.power
+            result[number] /= by**field.power
     return result
 
 

@@ -7,9 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -52,18 +53,22 @@ os.write(log, b"closed\\n")
 _SITES: dict[tuple[bool, int], Sites] = {}  # of a step of totals or not, and of so many sites
 
 
-def measured(step: int) -> StepFrame:
-    """Always the same for a number; every fourth has channels; from 50 on there are two sites more."""
+def measured(number: int, seed: int | None = None) -> StepFrame:
+    """Always the same for a number; every fourth has channels; from 50 on there are two sites more.
+
+    seed: a step whose content it has, with another number.
+    """
+    step = number if seed is None else seed
     totals_only, sites = step % 4 > 0, SITES + 2 * (step >= 50)
     draw, made = np.random.default_rng(step), []
-    for number in range(sites):
-        keeps = number % 3 == 0 and not totals_only
+    for i in range(sites):
+        keeps = i % 3 == 0 and not totals_only
         channels = 16 if keeps else 1
         state = draw.normal(3, 1, (len(FIELDS), channels))
         state[0] = 100.0
         counts = None if totals_only else draw.integers(0, 9, histogram_shape(ExponentBins(), channels))
-        site = Site(f"layers.{number}", ("output", "grad_output")[number % 2])
-        made.append(Measured(site, state, counts, number % 7 > 0, keeps, -1 if keeps else None))
+        site = Site(f"layers.{i}", ("output", "grad_output")[i % 2])
+        made.append(Measured(site, state, counts, i % 7 > 0, keeps, -1 if keeps else None))
     scale = 8.0 if step % 5 == 0 else None
     frame = frame_of(
         made,
@@ -79,7 +84,42 @@ def measured(step: int) -> StepFrame:
     _SITES[totals_only, sites] = frame.sites
     if step % 6 == 0:
         frame.skipped = {Site("layers.0", "output"): Skipped("a reason", 3 if step % 12 == 0 else None)}
+    frame.step = number
     return frame.drop_hidden()
+
+
+def keep(
+    directory: Path,
+    attempts: Mapping[int, Sequence[StepFrame]],
+    rank: int = 0,
+    commit_each: int = 3,
+    merge: bool = False,
+    settings: Mapping[str, Any] = MappingProxyType({"model": "small"}),
+) -> None:
+    """Write attempts as a writer does. merge: its files meanwhile, too."""
+    from hookstats.records.store import Store
+
+    store = Store(directory / f"rank={rank}")
+    for attempt, frames in attempts.items():
+        store.begin(attempt, {**settings, "rank": rank})
+        for count, frame in enumerate(frames, start=1):
+            store.add(frame)
+            if count % commit_each == 0:
+                store.commit(count)
+                while merge and store.merge():
+                    pass
+        store.finish(attempt)
+    store.close()
+
+
+def merge(directory: Path) -> int:
+    """Merge the files of rank 0 as far as they are; return how often."""
+    from hookstats.records.store import Store
+
+    store, merged = Store(directory / "rank=0"), 0
+    while store.merge():
+        merged += 1
+    return merged
 
 
 @rule()
@@ -94,11 +134,6 @@ def each(step: Any) -> list[Any]:
     return [step.finding(f"step {step.number}", None, 1.0, 0.0, "critical", "This is a step.")]
 
 
-def even(step: Any) -> list[Any]:
-    """Another one."""
-    return [step.finding("even", None, 1.0, 0.0, "note", "This step is even.")] if step.number % 2 == 0 else []
-
-
 def start(
     directory: Path,
     steps: int = 1_000_000,
@@ -107,15 +142,12 @@ def start(
     first: int = 0,
     log: Path | None = None,
     stops: Iterable[int] = (),
-    before: Iterable[str] = (),
 ) -> subprocess.Popen[bytes]:
-    """The process that records. stops: steps after which it stops itself, until `go_on`; before: a command with which
-    it is started.
-    """
+    """The process that records. stops: steps after which it stops itself, until `go_on`."""
     arguments = [str(directory), str(steps), str(pause), str(ring_bytes), str(first), str(log or f"{directory}.log")]
     arguments.append(" ".join(map(str, stops)))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    return subprocess.Popen([*before, sys.executable, "-c", _CODE, *arguments], cwd=ROOT, env=environment)
+    return subprocess.Popen([sys.executable, "-c", _CODE, *arguments], cwd=ROOT, env=environment)
 
 
 def taken(directory: Path) -> list[int]:

@@ -19,21 +19,18 @@ from tests.records import recorded
 from tests.records.test_recording import holds, python, rings, take
 
 
-def test_recover_runs_nothing_that_a_file_names(tmp_path: Path) -> None:
+def test_recover_runs_nothing_that_a_file_names(tmp_path: Path, died: Path) -> None:
     """A directory that somebody else wrote may be recovered: only our own rules judge, and nothing else is written."""
     directory = tmp_path / "run"
-    process = recorded.start(directory)
-    recorded.wait_for(lambda: len(recorded.taken(directory)) > 3)
-    recorded.kill_all(process, directory)
-    process.wait()
+    steps = killed(died, directory)
     rules = [
         {"rule": "tests.evil:rule", "arguments": {}},
         {"rule": "subprocess:Popen", "arguments": {"args": ["touch", str(tmp_path / "touched")]}},
     ]
     described(directory, rules=rules)
     assert recover(directory) == {"rank=0": [1]}
-    holds(directory, recorded.taken(directory))
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["run", "run.log"]
+    holds(directory, steps)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["run"]
     with pytest.raises(ValueError, match="expected a rule at"):
         hookstats.rules.rule_from_json({"rule": "hookstats.rules.judging:import_module", "arguments": {"name": "evil"}})
 

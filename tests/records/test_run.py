@@ -15,55 +15,29 @@ import pytest
 
 import hookstats
 from hookstats import Site, Snapshot
-from hookstats.numbers.fields import FIELDS, STATISTICS, ExponentBins, fold_channels, unscale
+from hookstats.numbers.fields import STATISTICS
 from hookstats.numbers.frame import StepFrame
 from hookstats.records.errors import RunError, SchemaError
 from hookstats.records.schema import VERSION
 from hookstats.records.store import Store
-from hookstats.results import Skipped
 from hookstats.rules import Finding
 from tests.conftest import ROOT
-from tests.frames import Measured, frame_of
+from tests.frames import merged_snapshot
 from tests.records import recorded
-
-
-def keep(directory: Path, attempts: dict[int, list[StepFrame]], rank: int = 0, commit_each: int = 5) -> None:
-    store = Store(directory / f"rank={rank}")
-    for attempt, steps in attempts.items():
-        store.begin(attempt, {"rank": rank})
-        for number, frame in enumerate(steps, start=1):
-            store.add(frame)
-            if number % commit_each == 0:
-                store.commit(number)
-        store.finish(attempt)
-    store.close()
-
-
-def merge(directory: Path, rank: int = 0) -> None:
-    store = Store(directory / f"rank={rank}")
-    while store.merge():
-        pass
-
-
-def numbered(step: int, seed: int) -> StepFrame:
-    """A step with this number, and the numbers of another one."""
-    frame = recorded.measured(seed)
-    frame.step = step
-    return frame
 
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """60 steps, of which the later ones were recorded twice."""
     directory = tmp_path_factory.mktemp("kept")
-    keep(
+    recorded.keep(
         directory,
         {
             0: [recorded.measured(step) for step in range(40)],
-            1: [numbered(step, step + 1000) for step in range(30, 60)],
+            1: [recorded.measured(step, step + 1000) for step in range(30, 60)],
         },
     )
-    merge(directory)
+    recorded.merge(directory)
     return directory
 
 
@@ -78,7 +52,7 @@ def expected_rows(snapshots: list[Snapshot]) -> dict[tuple[int, str, str], list[
 
 def snapshots_of_kept() -> list[Snapshot]:
     seeds = [*range(30), *range(1030, 1060)]
-    return [Snapshot(numbered(step, seed)) for step, seed in enumerate(seeds)]
+    return [Snapshot(recorded.measured(step, seed)) for step, seed in enumerate(seeds)]
 
 
 def test_a_run_has_the_steps_that_count_and_their_snapshots(kept: Path) -> None:
@@ -226,8 +200,8 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
 def test_one_site_is_read_without_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hookstats.records.store.ROW_GROUP", 100)
     monkeypatch.setattr("hookstats.records.parts.ROW_GROUP", 100)
-    keep(tmp_path, {0: [recorded.measured(step) for step in range(64)]}, commit_each=1)
-    merge(tmp_path)
+    recorded.keep(tmp_path, {0: [recorded.measured(step) for step in range(64)]}, commit_each=1)
+    recorded.merge(tmp_path)
     one, every = (hookstats.load(tmp_path, sites=sites, statistics=["rms"]) for sites in ("layers.20", None))
     asked = ["step", "time", "attempt", "site", "place", "order", "calls", "rms"]
     data = 0
@@ -251,29 +225,29 @@ def bytes_read() -> int:
 @pytest.mark.parametrize("is_merged", [False, True])
 def test_the_latest_attempt_holds_also_for_steps_that_it_has_not_repeated(tmp_path: Path, is_merged: bool) -> None:
     def attempt(steps: range, seed: int) -> list[StepFrame]:
-        return [numbered(step, seed + step) for step in steps]
+        return [recorded.measured(step, seed + step) for step in steps]
 
     attempts = {0: attempt(range(0, 100, 10), 0), 1: attempt(range(55, 80, 10), 200), 4: attempt(range(60, 63), 400)}
-    keep(tmp_path, attempts)
+    recorded.keep(tmp_path, attempts)
     store = Store(tmp_path / "rank=0")
     store.begin(5, {})  # has recorded nothing, and replaces nothing
     store.close()
     if is_merged:
-        merge(tmp_path)
+        recorded.merge(tmp_path)
     run = hookstats.load(tmp_path)
     assert run.steps == [0, 10, 20, 30, 40, 50, 55, 60, 61, 62]
     seeds = [0, 10, 20, 30, 40, 50, 255, 460, 461, 462]
     for step, seed in zip(run.steps, seeds, strict=True):
-        assert run[step].equals(Snapshot(numbered(step, seed)))
+        assert run[step].equals(Snapshot(recorded.measured(step, seed)))
     assert [row["step"] for row in run.scalars.to_pylist()] == run.steps
     assert sorted({row["attempt"] for row in run.totals.to_pylist()}) == [0, 1, 4]
 
 
 def test_of_a_number_that_was_given_twice_the_later_step_counts(tmp_path: Path) -> None:
-    keep(tmp_path, {0: [numbered(step, seed) for seed, step in enumerate([0, 1, 2, 1, 5])]})
+    recorded.keep(tmp_path, {0: [recorded.measured(step, seed) for seed, step in enumerate([0, 1, 2, 1, 5])]})
     run = hookstats.load(tmp_path)
     assert run.steps == [0, 1, 2, 5]
-    assert run[1].equals(Snapshot(numbered(1, 3)))
+    assert run[1].equals(Snapshot(recorded.measured(1, 3)))
     assert len(run.totals) == sum(len(snapshot) for snapshot in run)
 
 
@@ -305,118 +279,45 @@ def test_findings_are_those_of_attempts_sites_and_steps_that_count(kept: Path) -
         path.unlink()
 
 
-def two_ranks(step: int, rank: int, width: int = 6) -> StepFrame:
-    """Sites of real numbers: the state of what a rank saw of them."""
-    draw, made = np.random.default_rng([step, rank]), []
-    for number, channels in enumerate([width, 1, 6]):
-        values = draw.normal(number, 1 + rank, (channels, 50)).astype(np.float32).astype(np.float64)
-        scale = 8.0 if number == 2 else 1.0
-        state = np.stack([np.append(_state(row), 0) for row in values * scale], axis=1)[: len(FIELDS)]
-        counts = np.histogram(np.log2(np.abs(values)), 512, (-20, 20))[0]
-        site = Site(f"s{number}", "grad_output" if number == 2 else "output")
-        if (rank, number) == (1, 1):
-            site = Site("alone", "output")
-        made.append(Measured(site, state, counts, 1 + rank, channels > 1))
-    return frame_of(
-        made,
-        ExponentBins(),
-        step=step,
-        time=1.75e9,
-        scalars={"loss": 1.0 + rank},
-        grad_scale=8.0,
-        overflowed=rank == 1,
-        skipped={Site("s9", "output"): Skipped("no data", 2 + rank)},
-    )
-
-
-def _state(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    deviations = ((x - x.mean()) ** 2).sum()
-    return np.array([len(x), x.mean(), deviations, x.min(), x.max(), np.abs(x).sum(), (x == 0).sum(), 0, 0, 0])
-
-
-def test_merged_ranks_are_shown_in_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for rank in (0, 1):
-        keep(tmp_path, {0: [two_ranks(step, rank) for step in range(3)]}, rank)
-    monkeypatch.chdir(tmp_path)  # long paths are cut off
-    shown = hookstats.load(".", ranks="merged")._repr_html_()
-    assert "closed" in shown
-    assert "rank=1" in shown
-
-
-def test_ranks_merge_to_what_one_process_would_have_measured(tmp_path: Path) -> None:
-    for rank in (0, 1):
-        keep(tmp_path, {0: [two_ranks(step, rank) for step in range(4 + rank)]}, rank)
+def test_ranks_merge_as_their_steps_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one has two sites more, and a step; in the first step it has another scale."""
+    ranks = [[recorded.measured(step, step + 100 * rank) for step in range(4 + rank)] for rank in (0, 1)]
+    other = ranks[1][0]
+    other.grad_scale, other.scales = 16.0, other.sites.scales(16.0)
+    for rank, frames in enumerate(ranks):
+        recorded.keep(tmp_path, {0: frames}, rank)
     run = hookstats.load(tmp_path, ranks="merged")
     assert run.steps == [0, 1, 2, 3]
-    snapshot = run[2]
-    parts = [Snapshot(two_ranks(2, rank)) for rank in (0, 1)]
-    assert list(snapshot) == [("s0", "output"), ("s1", "output"), ("s2", "grad_output"), ("alone", "output")]
-    assert snapshot.order == list(snapshot)
-    assert (snapshot.scalars, snapshot.grad_scale, snapshot.overflowed) == ({"loss": 1.5}, 8.0, True)
-    assert snapshot.skipped == {("s9", "output"): ("no data", 5)}
-    draws = [np.random.default_rng([2, rank]) for rank in (0, 1)]
-    for number, channels in enumerate([6, 1, 6]):
-        both = [
-            draw.normal(number, 1 + rank, (channels, 50)).astype(np.float32).astype(np.float64)
-            for rank, draw in enumerate(draws)
-        ]
-        if number == 1:
-            continue
-        values = np.concatenate(both, axis=1)
-        stats = snapshot[list(snapshot)[number]]
-        assert stats.calls == 3
-        assert stats.channels is not None
-        for got, rows in ((stats.channels, values), (stats.total, values.reshape(1, -1))):
-            np.testing.assert_array_equal(got.count, rows.shape[1] + 0 * rows[:, 0] if len(rows) > 1 else rows.size)
-            np.testing.assert_array_equal(got.min, rows.min(1) if len(rows) > 1 else rows.min())
-            np.testing.assert_array_equal(got.max, rows.max(1) if len(rows) > 1 else rows.max())
-            np.testing.assert_allclose(got.mean, rows.mean(1) if len(rows) > 1 else rows.mean(), rtol=1e-12)
-            np.testing.assert_allclose(got.var, rows.var(1, ddof=1) if len(rows) > 1 else rows.var(ddof=1), rtol=1e-12)
-        site = list(snapshot)[number]
-        assert stats._histogram is not None
-        counts = [part[site]._histogram for part in parts]
-        np.testing.assert_array_equal(stats._histogram, sum(counts))
-        np.testing.assert_allclose(snapshot.frame.totals.mean[number], values.mean(), rtol=1e-12)
-    assert str(snapshot["s1", "output"]._to_dict()) == str(parts[0]["s1", "output"]._to_dict())
-    table = run.totals.to_pylist()
-    assert len(table) == 16
-    row = next(row for row in table if (row["step"], row["name"]) == (2, "s0"))
-    assert row["rms"] == pytest.approx(snapshot["s0", "output"].total.rms, rel=1e-14)
-    assert [row["value"] for row in run.scalars.to_pylist()] == [1.5] * 4
-    assert list(hookstats.load(tmp_path, ranks="merged", sites="alone")[1]) == [("alone", "output")]
-    assert [each["settings"] for each in run.attempts] == [{"rank": 0}]
-    assert hookstats.load(tmp_path, ranks=1)[4].equals(Snapshot(two_ranks(4, 1)))
-
-
-def test_ranks_of_different_widths_and_scales_merge_to_totals(tmp_path: Path) -> None:
-    for rank, width in ((0, 6), (1, 4)):
-        frame = two_ranks(0, rank, width)
-        scale = 8.0 * (1 + rank)
-        frame.grad_scale, frame.scales = scale, frame.sites.scales(scale)
-        keep(tmp_path, {0: [frame]}, rank)
-    snapshot = hookstats.load(tmp_path, ranks="merged")[0]
-    assert snapshot.grad_scale is None
-    stats = snapshot["s0", "output"]
-    assert stats.channels is None
-    assert stats.total.count == 500
-    states = [two_ranks(0, rank, width).state(2) for rank, width in ((0, 6), (1, 4))]
-    want = fold_channels(
-        np.stack([fold_channels(unscale(state, 8.0 * (1 + rank))) for rank, state in enumerate(states)], axis=1)
-    )
-    assert snapshot["s2", "grad_output"].total.mean == pytest.approx(want[1], rel=1e-12)
-    assert snapshot["s2", "grad_output"].histogram is None
+    wanted = [merged_snapshot([Snapshot(frames[step]) for frames in ranks]) for step in range(4)]
+    for got, want in zip(run, wanted, strict=True):
+        assert got.equals(want)
+        assert (got.order, got.scalars, got.skipped) == (want.order, want.scalars, want.skipped)
+    rows = run.totals.to_pylist()
+    sites = [(each, site) for each in wanted for site in each]
+    assert [(row["step"], row["name"], row["tensor"]) for row in rows] == [(each.step, *site) for each, site in sites]
+    np.testing.assert_allclose([row["rms"] for row in rows], [each[site].total.rms for each, site in sites], rtol=1e-14)
+    assert [row["value"] for row in run.scalars.to_pylist()] == [each.scalars["loss"] for each in wanted]
+    late = Site("layers.41", "grad_output")
+    assert list(hookstats.load(tmp_path, ranks="merged", sites=late)[1]) == [late]
+    assert [each["settings"]["rank"] for each in run.attempts] == [0]
+    assert hookstats.load(tmp_path, ranks=1)[4].equals(Snapshot(ranks[1][4]))
+    scaled = Site("layers.1", "grad_output")  # by 8 and by 16
+    means = [Snapshot(frames[0])[scaled].total.mean for frames in ranks]
+    assert run[0][scaled].total.mean == pytest.approx(sum(means) / 2, rel=1e-12)
+    monkeypatch.chdir(tmp_path)  # long paths are cut off
+    assert "rank=1" in hookstats.load(".", ranks="merged")._repr_html_()
 
 
 def test_a_reader_follows_parts_that_are_merged_away(tmp_path: Path) -> None:
     steps = [recorded.measured(step) for step in range(20)]
-    keep(tmp_path, {0: steps}, commit_each=1)
+    recorded.keep(tmp_path, {0: steps}, commit_each=1)
     run = hookstats.load(tmp_path)
     store = Store(tmp_path / "rank=0")
     store.begin(1, {})
     for step in (20, 21):
         store.add(recorded.measured(step))
         store.commit(step)
-    merge(tmp_path)
+    recorded.merge(tmp_path)
     assert run.steps == list(range(20))
     assert all(got.equals(Snapshot(want)) for got, want in zip(run, steps, strict=True))
     assert len(hookstats.load(tmp_path)) == 22
@@ -424,7 +325,7 @@ def test_a_reader_follows_parts_that_are_merged_away(tmp_path: Path) -> None:
 
 def test_another_version_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hookstats.records.parts.VERSION", 99)
-    keep(tmp_path, {0: [recorded.measured(0)]})
+    recorded.keep(tmp_path, {0: [recorded.measured(0)]})
     monkeypatch.undo()
     for read in (lambda: hookstats.load(tmp_path), lambda: Store(tmp_path / "rank=0")):
         with pytest.raises(SchemaError, match=rf"expected schema version {VERSION}, got 99: .* into another directory"):

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,6 @@ from hookstats.records.parts import list_parts
 from hookstats.records.store import FAN_IN, Store
 from hookstats.results import Skipped
 from hookstats.watch.scalars import Kept, Scalars
-from tests.conftest import ROOT
 from tests.frames import Measured, frame_of
 from tests.models import Containers, Residual, images, small_cnn
 from tests.records import recorded
@@ -51,20 +47,6 @@ def drain(monitor: hookstats.Monitor, step: int, totals_only: bool = False, **sc
     return monitor._delivery._drain.begin(kept, totals_only=totals_only).finish().drop_hidden()
 
 
-def keep(directory: Path, steps: list[StepFrame], commit_each: int = 3, merge: bool = False) -> None:
-    """Write frames as attempt 0 of rank 0."""
-    store = Store(directory / "rank=0")
-    store.begin(0, {"model": "small"})
-    for number, frame in enumerate(steps, start=1):
-        store.add(frame)
-        if number % commit_each == 0:
-            store.commit(number)
-            while merge and store.merge():
-                pass
-    store.finish(0)
-    store.close()
-
-
 def is_kept(directory: Path, expected: list[Snapshot], merge: bool = True) -> None:
     run = hookstats.load(directory)
     assert run.steps == [snapshot.step for snapshot in expected]
@@ -74,10 +56,7 @@ def is_kept(directory: Path, expected: list[Snapshot], merge: bool = True) -> No
         assert got.frame.bins == want.frame.bins
     assert all(run[want.step].equals(want) for want in expected[::5])
     if merge:
-        store = Store(directory / "rank=0")
-        merged = 0
-        while store.merge():
-            merged += 1
+        recorded.merge(directory)
         is_kept(directory, expected, merge=False)
 
 
@@ -107,7 +86,7 @@ KINDS: dict[str, Callable[[], list[StepFrame]]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_read_equals_what_was_drained(tmp_path: Path, kind: str) -> None:
     steps = KINDS[kind]()
-    keep(tmp_path, steps, commit_each=1)
+    recorded.keep(tmp_path, {0: steps}, commit_each=1)
     is_kept(tmp_path, [Snapshot(frame) for frame in steps])
 
 
@@ -117,7 +96,7 @@ def test_scaled_gradients_are_kept_as_measured_and_shown_without_the_scale(tmp_p
         frame = recorded.measured(step)
         frame.grad_scale, frame.overflowed = scale, not np.isfinite(scale)
         steps.append(frame)
-    keep(tmp_path, steps)
+    recorded.keep(tmp_path, {0: steps})
     is_kept(tmp_path, [Snapshot(frame) for frame in steps])
 
 
@@ -129,7 +108,7 @@ def test_silent_sites_late_containers_and_a_model_without_a_name_are_kept(tmp_pa
             if step != 1:
                 model(torch.randn(4, 6))
             steps.append(drain(monitor, step))
-    keep(tmp_path, steps, commit_each=2)
+    recorded.keep(tmp_path, {0: steps}, commit_each=2)
     expected = [Snapshot(frame) for frame in steps]
     assert Site("", "output.0") in expected[-1]
     assert len(expected[-1]) > len(expected[0])
@@ -154,7 +133,7 @@ def test_a_site_whose_width_changes_in_a_step_is_kept_as_it_is_read(tmp_path: Pa
         for width in widths:
             model(torch.randn(4, width))
         steps.append(drain(monitor, step))
-    keep(tmp_path, steps)
+    recorded.keep(tmp_path, {0: steps})
     assert {each.sites.channels[0] for each in steps} == {1, 3, 5}
     is_kept(tmp_path, [Snapshot(frame) for frame in steps])
 
@@ -165,7 +144,7 @@ def test_every_bit_of_a_state_is_kept(tmp_path: Path) -> None:
     states = [bits.view(np.float64)] + [np.full((len(FIELDS), 1), value) for value in special]
     states += [np.full((len(FIELDS), 3), value) for value in special]
     steps = [one_site(f"s{i}", state, i) for i, state in enumerate(states)]
-    keep(tmp_path, steps)
+    recorded.keep(tmp_path, {0: steps})
     run = hookstats.load(tmp_path)
     for i, state in enumerate(states):
         assert run[i].frame.state(0).tobytes() == np.ascontiguousarray(state).tobytes(), i
@@ -180,13 +159,13 @@ def test_names_may_be_anything(tmp_path: Path) -> None:
         frame.skipped = {Site(name, "output.0"): Skipped(f"no {name!r}", 3), Site("gone", "input"): Skipped("", None)}
         frame.scalars = {name.replace("\ud800", ""): float("nan"), "loss": -0.0}
         steps.append(frame)
-    keep(tmp_path, steps)
+    recorded.keep(tmp_path, {0: steps})
     is_kept(tmp_path, [Snapshot(frame) for frame in steps])
 
 
 def test_a_step_without_anything_leaves_a_trace(tmp_path: Path) -> None:
     steps = [frame_of([], step=step) for step in range(3)]
-    keep(tmp_path, steps)
+    recorded.keep(tmp_path, {0: steps})
     is_kept(tmp_path, [Snapshot(frame) for frame in steps])
 
 
@@ -195,7 +174,7 @@ def test_row_groups_are_flushed_while_a_part_is_open(tmp_path: Path, monkeypatch
     monkeypatch.setattr("hookstats.records.parts.ROW_GROUP", 5)
     monkeypatch.setattr("hookstats.records.store.ROW_GROUP", 5)
     steps = [recorded.measured(step) for step in range(40)]
-    keep(tmp_path, steps, commit_each=40)
+    recorded.keep(tmp_path, {0: steps}, commit_each=40)
     [whole] = (tmp_path / "rank=0" / "totals").glob("*.parquet")
     assert pq.ParquetFile(whole).num_row_groups > 5
     is_kept(tmp_path, [Snapshot(frame) for frame in steps])
@@ -203,7 +182,7 @@ def test_row_groups_are_flushed_while_a_part_is_open(tmp_path: Path, monkeypatch
 
 def test_channels_and_histograms_of_small_steps_share_a_row_group(tmp_path: Path) -> None:
     """A row group for each step takes most of the writer's time."""
-    keep(tmp_path, [recorded.measured(step) for step in range(40)], commit_each=40)
+    recorded.keep(tmp_path, {0: [recorded.measured(step) for step in range(40)]}, commit_each=40)
     for table in ("totals", "details"):
         [whole] = (tmp_path / "rank=0" / table).glob("*.parquet")
         assert pq.ParquetFile(whole).num_row_groups < 4  # of ten steps, or forty
@@ -211,7 +190,7 @@ def test_channels_and_histograms_of_small_steps_share_a_row_group(tmp_path: Path
 
 def test_merging_leaves_few_parts_and_sorts_totals_by_site_and_step(tmp_path: Path) -> None:
     steps = [recorded.measured(step) for step in range(FAN_IN**2 + 4)]
-    keep(tmp_path, steps, commit_each=1, merge=True)
+    recorded.keep(tmp_path, {0: steps}, commit_each=1, merge=True)
     for folder in (tmp_path / "rank=0").iterdir():
         assert len(list(folder.glob("*"))) < 2 * FAN_IN if folder.is_dir() else True
     merged = [path for path in (tmp_path / "rank=0" / "totals").iterdir() if path.name[6:14] != path.name[15:23]]
@@ -229,7 +208,7 @@ def test_files_of_many_channels_are_not_written_again(tmp_path: Path) -> None:
     for step in range(FAN_IN):
         made = [Measured(Site(f"{i}", "output"), draw.normal(3, 1, (len(FIELDS), 4096))) for i in range(10)]
         steps.append(frame_of(made, step=step))
-    keep(tmp_path, steps, commit_each=1, merge=True)
+    recorded.keep(tmp_path, {0: steps}, commit_each=1, merge=True)
     assert len(list((tmp_path / "rank=0/details").iterdir())) == FAN_IN
     assert len(list((tmp_path / "rank=0/totals").iterdir())) == 1
     is_kept(tmp_path, [Snapshot(frame) for frame in steps])
@@ -335,73 +314,6 @@ def test_nothing_counts_that_is_not_on_the_disk(tmp_path: Path, monkeypatch: pyt
     assert not ordered.renamed
 
 
-# At which call a writer dies: amid a write, when a file has its name, or is on the disk. At least so many of them come
-# while all is written.
-CALLS = {"write": 4000, "replace": 90, "fsync": 180}
-_WRITER = """
-import os, signal, sys
-from pathlib import Path
-from tests.records import recorded
-from hookstats.records import files
-from hookstats.records.attempts import read_attempt
-from hookstats.records.store import Store
-
-class Dying:
-    name, left = sys.argv[2], int(sys.argv[3])  # it dies at the n-th call of this name
-
-    def __getattr__(self, name):
-        call = os.fstat if name == "fsync" else getattr(os, name)
-        if name != self.name:
-            return call
-
-        def counted(*arguments):
-            self.left -= 1
-            if self.left == 0:
-                if name == "write":
-                    arguments = (arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])  # torn
-                call(*arguments)
-                os.kill(os.getpid(), signal.SIGKILL)
-            return call(*arguments)
-
-        return counted
-
-files.os = Dying()
-store = Store(Path(sys.argv[1]) / "rank=0")
-assert "torch" not in sys.modules and "pandas" not in sys.modules
-folder = Path(sys.argv[1]) / "rank=0"
-if not (folder / "a0000.json").exists() or read_attempt(folder, 0).ended is None:
-    store.begin(0, {})
-    for step in range(store.read_progress(0).consumed, 60):
-        store.add(recorded.measured(step))
-        if step % 3 == 2:
-            store.commit(step + 1)
-            store.merge()
-    store.finish(0)
-assert "torch" not in sys.modules and "pandas" not in sys.modules
-"""
-
-
-@pytest.mark.parametrize("moment", range(MOMENTS))
-def test_a_writer_that_is_killed_leaves_all_that_was_committed_once(tmp_path: Path, moment: int) -> None:
-    """Twice, in the first or in the second half of what it does, at a call that changes what lies on the disk."""
-    draw, name = np.random.default_rng(moment), list(CALLS)[moment % len(CALLS)]
-
-    def write(name: str, call: int) -> subprocess.CompletedProcess[bytes]:
-        command = [sys.executable, "-c", _WRITER, str(tmp_path), name, str(call)]
-        return subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-
-    for _ in range(2):
-        assert write(name, draw.integers(1, CALLS[name] // 2)).returncode == -signal.SIGKILL
-        if not list(tmp_path.glob("rank=0/steps/a*.parquet")):
-            continue
-        run = hookstats.load(tmp_path)
-        assert run.steps == list(range(len(run)))
-        for snapshot in list(run)[:: max(1, len(run) // 20)]:
-            assert snapshot.equals(Snapshot(recorded.measured(snapshot.step)))
-    assert write("none", 0).returncode == 0
-    is_kept(tmp_path, [Snapshot(recorded.measured(step)) for step in range(60)], merge=False)
-
-
 def test_an_attempt_goes_on_after_its_writer_died_and_not_after_it_ended(tmp_path: Path) -> None:
     store = Store(tmp_path)
     with pytest.raises(RuntimeError, match="expected begin"):
@@ -429,7 +341,7 @@ def test_an_attempt_goes_on_after_its_writer_died_and_not_after_it_ended(tmp_pat
 
 def test_what_was_broken_off_goes_and_what_is_not_ours_stays(tmp_path: Path) -> None:
     """A commit whose `steps` has not got its name, a file that is half written, one that a wider one covers."""
-    keep(tmp_path, [recorded.measured(step) for step in range(3)])
+    recorded.keep(tmp_path, {0: [recorded.measured(step) for step in range(3)]})
     folder = tmp_path / "rank=0"
     totals = folder / "totals"
     [whole] = totals.iterdir()
@@ -452,9 +364,7 @@ def test_numbers_that_go_back_in_an_attempt_have_files_of_their_own(tmp_path: Pa
     store.begin(1, {})
     for number in range(3):
         for step in range(8):
-            frame = recorded.measured(step + 100 * number)
-            frame.step = step
-            store.add(frame)
+            store.add(recorded.measured(step, step + 100 * number))
             store.commit(8 * number + step)
     while store.merge():
         pass
@@ -464,6 +374,4 @@ def test_numbers_that_go_back_in_an_attempt_have_files_of_their_own(tmp_path: Pa
     run = hookstats.load(tmp_path)
     assert run.steps == list(range(8))
     for step, snapshot in enumerate(run):
-        want = recorded.measured(step + 200)
-        want.step = step
-        assert snapshot.equals(Snapshot(want))
+        assert snapshot.equals(Snapshot(recorded.measured(step, step + 200)))

@@ -18,62 +18,48 @@ import pytest
 from hookstats.__main__ import main
 from hookstats.numbers.fields import Site
 from hookstats.records.attempts import next_attempt
+from hookstats.records.ring import Ring
 from hookstats.records.store import Store
 from hookstats.rules import Finding
 from hookstats.terminal import following
 from hookstats.terminal.following import WINDOW, Followed, RunState
 from hookstats.terminal.formatting import BARS, escape_controls, sparkline
 from hookstats.terminal.watching import lines, picture, watch
-from tests.records.recorded import ROOT, measured, wait_for
+from tests.records.recorded import ROOT, keep, kill, measured, start, taken, wait_for, writers
 from tests.serve.served import describe
-
-CODE = """
-import sys, time
-import hookstats
-from tests.records.recorded import measured
-recording = hookstats.record(sys.argv[1])
-recording.begin({"rank": 0, "model": "made of numbers"})
-for step in range(6):
-    recording.take(measured(step))
-recording.wait(60)
-print("judged", flush=True)
-time.sleep(600)
-"""
 
 
 @pytest.fixture
-def recording(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
-    """A process that has recorded six steps, and goes on."""
-    running = subprocess.Popen(
-        [sys.executable, "-c", CODE, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    assert running.stdout is not None
-    assert running.stdout.readline() == "judged\n"
-    yield tmp_path / "run", running
+def recording(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
+    """A process that has recorded six steps, and is not done."""
+    run = tmp_path / "run"
+    running = start(run, stops=[5])
+    wait_for(lambda: len(taken(run)) == 6)
+    ring = Ring(run / "rank=0" / "ring.0001")
+    wait_for(lambda: ring.judged == ring.written)
+    yield run, running
     running.kill()
     running.wait()
 
 
-def writer_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
-
-
 def written(path: Path, steps: range) -> Path:
     """A run without a process."""
-    folder = path / "rank=0"
-    folder.mkdir(parents=True, exist_ok=True)
-    store = Store(folder)
-    attempt = next_attempt(folder)
-    store.begin(attempt, {"model": "made of numbers"})
-    for step in steps:
-        store.add(measured(step))
-    store.finish(attempt, "closed")
-    store.close()
+    (path / "rank=0").mkdir(parents=True, exist_ok=True)
+    keep(path, {next_attempt(path / "rank=0"): [measured(step) for step in steps]})
     return path
 
 
+def shown(followed: Followed, width: int = 120, height: int = 40) -> list[str]:
+    """The lines of the screen."""
+    console = pytest.importorskip("rich.console").Console(
+        file=io.StringIO(), width=width, height=height, force_terminal=False
+    )
+    console.print(picture(followed, followed.state(), height, width))
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
 def test_a_run_that_is_recorded_says_by_whom_and_ends_when_it_ends(
-    recording: tuple[Path, subprocess.Popen[str]],
+    recording: tuple[Path, subprocess.Popen[bytes]],
 ) -> None:
     path, running = recording
     followed = Followed(path)
@@ -90,10 +76,10 @@ def test_a_run_that_is_recorded_says_by_whom_and_ends_when_it_ends(
 
 
 def test_a_run_whose_writer_was_killed_too_says_what_writes_the_rest(
-    recording: tuple[Path, subprocess.Popen[str]],
+    recording: tuple[Path, subprocess.Popen[bytes]],
 ) -> None:
     path, running = recording
-    os.kill(writer_of(running.pid), signal.SIGKILL)
+    kill(*writers(path))
     running.kill()
     running.wait()
     output = io.StringIO()
@@ -197,35 +183,30 @@ def test_what_was_zero_in_the_first_step_alone_is_not_far_from_its_past(tmp_path
 
 
 def test_the_screen_fits_the_terminal_and_shows_names_as_they_are(tmp_path: Path) -> None:
-    rich = pytest.importorskip("rich.console")
     followed = Followed(written(tmp_path / "run", range(8)))
     followed.look()
     sentence = "[bold]no markup[/bold] \x1b[31m"
     site = Site("layers.1", "output")
     followed.findings = [Finding("a", step, site, 2.0, 1.0, "warning", sentence) for step in range(30)]
     for height, width in ((24, 80), (12, 40), (60, 200)):
-        console = rich.Console(file=io.StringIO(), width=width, height=height, force_terminal=False)
-        console.print(picture(followed, followed.state(), height, width))
-        shown = console.file.getvalue()
-        assert len(shown.splitlines()) <= height, (height, width)
-        assert all(len(line) <= width for line in shown.splitlines())
-        assert "the run has ended" in shown
-        assert "worst s" in shown
-        assert "\x1b" not in shown
-    assert "[bold]no markup[/bold] \\x1b[31m" in shown
+        lines = shown(followed, width, height)
+        assert len(lines) <= height, (height, width)
+        assert all(len(line) <= width for line in lines)
+        text = "\n".join(lines)
+        assert "the run has ended" in text
+        assert "worst s" in text
+        assert "\x1b" not in text
+    assert "[bold]no markup[/bold] \\x1b[31m" in text
 
 
 def test_the_screen_has_the_gravest_findings_the_oldest_first_and_says_how_many_it_leaves_out(tmp_path: Path) -> None:
-    rich = pytest.importorskip("rich.console")
     followed = Followed(written(tmp_path / "run", range(8)))
     followed.look()
     kinds = [(0, "note"), (1, "critical"), (2, "warning"), (3, "critical"), *((step, "note") for step in range(4, 20))]
     followed.findings = [Finding("a", step, None, 2.0, 1.0, kind, "look") for step, kind in kinds]
-    console = rich.Console(file=io.StringIO(), width=120, height=20, force_terminal=False)
-    console.print(picture(followed, followed.state(), 20, 120))
-    shown = [line.rstrip() for line in console.file.getvalue().splitlines()]
-    at = shown.index("findings: 20, 15 of them not shown")
-    assert [line.partition(", a:")[0] for line in shown[at + 1 : at + 6]] == [
+    screen = shown(followed, height=20)
+    at = screen.index("findings: 20, 15 of them not shown")
+    assert [line.partition(", a:")[0] for line in screen[at + 1 : at + 6]] == [
         "step 1, critical",
         "step 3, critical",
         "step 2, warning",
@@ -235,7 +216,6 @@ def test_the_screen_has_the_gravest_findings_the_oldest_first_and_says_how_many_
 
 
 def test_what_follows_is_counted_and_the_end_of_a_run_tells_it_in_a_few_sentences(tmp_path: Path) -> None:
-    rich = pytest.importorskip("rich.console")
     path = written(tmp_path / "run", range(8))
     cause = Finding("input-shift", 3, Site("", "input"), 9.0, 3.0, "warning", "the batch is unlike the others. Look.")
     effect = Finding("loss-spike", 4, None, 9.0, 3.0, "warning", "it rose.", because=cause.as_cause, is_news=False)
@@ -252,25 +232,20 @@ def test_what_follows_is_counted_and_the_end_of_a_run_tells_it_in_a_few_sentence
         "In step 3: the batch is unlike the others; what follows from it: loss-spike.",
         "the run has ended",
     ]
-    console = rich.Console(file=io.StringIO(), width=120, height=40, force_terminal=False)
-    console.print(picture(followed, followed.state(), 40, 120))
-    shown = [line.rstrip() for line in console.file.getvalue().splitlines()]
-    at = shown.index("findings: 1")
-    assert shown[at + 1] == "step 3, warning, input-shift (and 1 that follows): the batch is unlike the others. Look."
-    assert shown[at + 2] == ""
+    screen = shown(followed)
+    at = screen.index("findings: 1")
+    assert screen[at + 1] == "step 3, warning, input-shift (and 1 that follows): the batch is unlike the others. Look."
+    assert screen[at + 2] == ""
 
 
 def test_what_is_not_finite_is_told_as_such(tmp_path: Path) -> None:
-    rich = pytest.importorskip("rich.console")
     followed = Followed(written(tmp_path / "run", range(3)))
     snapshots, _ = followed.look()
     site = next(iter(followed._rms[-1]))
     for rms in followed._rms:
         rms[site] = float("inf")
     assert lines(followed, snapshots, [])[-1].endswith(f"  worst: {site} is not finite")
-    console = rich.Console(file=io.StringIO(), width=120, height=40, force_terminal=False)
-    console.print(picture(followed, followed.state(), 40, 120))
-    row = next(line for line in console.file.getvalue().splitlines() if line.startswith(site.name))
+    row = next(line for line in shown(followed) if line.startswith(site.name))
     assert row.split() == [site.name, site.tensor, "!", "!", "!!!"]
 
 
