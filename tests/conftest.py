@@ -23,6 +23,7 @@ from tests import reference
 from tests.cuda_on_cpu.loading import Harness, load_harness
 from tests.guarded import guarded_copy, guarded_zeros, with_lazy_bits
 from tests.order import dealt
+from tests.report.browser import CHROMIUM, Browser
 
 ROOT = Path(__file__).parent.parent
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -107,6 +108,30 @@ def _same_random_numbers_in_every_run() -> None:
 def only_monitors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The monitors of other tests, still open, have no part in which programs run."""
     monkeypatch.setattr(guards, "now", guards.Now())
+
+
+@pytest.fixture(scope="session")
+def _browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed (apt-get install chromium)")
+    with Browser() as browser:
+        yield browser
+
+
+@pytest.fixture
+def chromium(_browser: Browser) -> Iterator[Browser]:
+    """A light page, 1280 wide; nothing may be wrong with it at the end."""
+    _browser.look(1280)
+    _browser.errors.clear()
+    _browser.requests.clear()
+    yield _browser
+    assert _browser.errors == []
+    _browser.call("Page.navigate", url="about:blank")  # asks for nothing more
+
+
+@pytest.fixture
+def fresh_compiler() -> None:
+    torch._dynamo.reset()
 
 
 @pytest.fixture

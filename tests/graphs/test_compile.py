@@ -17,12 +17,10 @@ from tests.conftest import DEVICES
 from tests.models import Residual
 from tests.plain import OF_OUTPUTS
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated.*:DeprecationWarning")
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> None:
-    torch._dynamo.reset()
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore:.*deprecated.*:DeprecationWarning"),
+]
 
 
 def batches(count: int = 4) -> torch.Tensor:

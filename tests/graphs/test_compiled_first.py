@@ -19,12 +19,10 @@ from tests.plain import hearing
 
 ACTIVATIONS = ("output", "grad_output")
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated.*:DeprecationWarning")
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> None:
-    torch._dynamo.reset()
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore:.*deprecated.*:DeprecationWarning"),
+]
 
 
 def batch(seed: int = 0) -> torch.Tensor:

@@ -15,13 +15,10 @@ from torch import nn
 import hookstats
 from tests.plain import OF_OUTPUTS, hearing
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 OBSERVE = torch.ops.hookstats.observe
 ROWS = (torch.tensor([1, 3, 0, 2], dtype=torch.int32), torch.tensor([2], dtype=torch.int32))  # two of four count
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> None:
-    torch._dynamo.reset()
 
 
 def watched() -> tuple[nn.Module, Any, hookstats.Monitor]:

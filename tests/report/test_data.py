@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,29 +13,13 @@ import hookstats
 from hookstats.numbers.fields import Site
 from hookstats.report import Recorded, write
 from hookstats.rules import Finding
-from tests.report.browser import CHROMIUM, Browser
+from tests.report.browser import Browser
 from tests.report.runs import run, sites_of
-
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (apt-get install chromium)")
 
 NAMES = ["a\"b'c\\d", "ключ.😀", "\u202eturned\n", "\ud800lone"]
 HEARD = (
     "Object.defineProperty(navigator, 'clipboard', { value: { writeText: async (text) => { window.copied = text; } } })"
 )
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with Browser() as browser:
-        yield browser
-
-
-@pytest.fixture
-def browser(chromium: Browser) -> Iterator[Browser]:
-    chromium.look(1280)
-    chromium.errors.clear()
-    yield chromium
-    assert chromium.errors == []
 
 
 @pytest.fixture(scope="module")
@@ -53,24 +37,24 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_row_of_the_cell_at_the_mouse_is_told_in_numbers_and_c_copies_python_that_gives_them(
-    browser: Browser, recorded: Path, tmp_path: Path
+    chromium: Browser, recorded: Path, tmp_path: Path
 ) -> None:
-    browser.open(write(recorded, tmp_path / "page.html"))
-    browser.run(HEARD)
+    chromium.open(write(recorded, tmp_path / "page.html"))
+    chromium.run(HEARD)
     loaded = hookstats.load(recorded)
     for row, column in ((1, 2), (0, 5)):
-        browser.mouse("Moved", *browser.cell(row, column, 3, 7))
-        browser.wait("document.querySelector('#numbers').innerText.includes('copies it')")
-        told = browser.text("#numbers").replace("−", "-")
-        browser.run("window.copied = null")
-        browser.key("c")
-        browser.wait("window.copied !== null")
-        assert " copied" in browser.text("#numbers")
-        copied = browser.run("copied")
+        chromium.mouse("Moved", *chromium.cell(row, column, 3, 7))
+        chromium.wait("document.querySelector('#numbers').innerText.includes('copies it')")
+        told = chromium.text("#numbers").replace("−", "-")
+        chromium.run("window.copied = null")
+        chromium.key("c")
+        chromium.wait("window.copied !== null")
+        assert " copied" in chromium.text("#numbers")
+        copied = chromium.run("copied")
         assert copied in told
         stats = eval(copied, {"run": loaded})
         site = next(each for each in loaded.totals["name"].unique().to_pylist() if f'"{each}"' in copied)
-        assert browser.text("#readout").startswith(f"{site} output · step {3 * column} ·")
+        assert chromium.text("#readout").startswith(f"{site} output · step {3 * column} ·")
         for title, value in (
             ("rms", stats.total.rms),
             ("largest |x|", stats.total.abs_max),
@@ -78,49 +62,49 @@ def test_the_row_of_the_cell_at_the_mouse_is_told_in_numbers_and_c_copies_python
         ):
             shown = float(told.partition(f"{title} ")[2].split()[0].replace("e−", "e-"))
             assert shown == pytest.approx(value, rel=2e-3, abs=2e-3 * stats.total.rms)
-    browser.mouse("Moved", 5, 5)
-    assert browser.text("#numbers") == ""
-    browser.run("window.copied = null")
-    browser.key("c")
-    assert browser.run("copied") is None  # no cell is chosen
+    chromium.mouse("Moved", 5, 5)
+    assert chromium.text("#numbers") == ""
+    chromium.run("window.copied = null")
+    chromium.key("c")
+    assert chromium.run("copied") is None  # no cell is chosen
 
 
-def test_a_click_copies_the_line_of_the_site_that_is_open(browser: Browser, recorded: Path, tmp_path: Path) -> None:
+def test_a_click_copies_the_line_of_the_site_that_is_open(chromium: Browser, recorded: Path, tmp_path: Path) -> None:
     page = write(recorded, tmp_path / "page.html")
     site = Site("second", "output")
     place = hookstats.report.to_recorded(recorded).sites.index(site)
-    browser.open(f"{page.as_uri()}#site={place}&step=9")
-    browser.run(HEARD)
-    assert browser.text("#site button.code code") == 'run[9]["second", "output"]'
-    browser.run("document.querySelector('#site button.code').click()")
-    browser.wait("document.querySelector('#site button.code span').innerText === 'Copied'")
-    assert eval(browser.run("copied"), {"run": hookstats.load(recorded)}).calls == 1
-    shown = float(browser.text("#site .numbers-at").partition("rms ")[2].split()[0])
+    chromium.open(f"{page.as_uri()}#site={place}&step=9")
+    chromium.run(HEARD)
+    assert chromium.text("#site button.code code") == 'run[9]["second", "output"]'
+    chromium.run("document.querySelector('#site button.code').click()")
+    chromium.wait("document.querySelector('#site button.code span').innerText === 'Copied'")
+    assert eval(chromium.run("copied"), {"run": hookstats.load(recorded)}).calls == 1
+    shown = float(chromium.text("#site .numbers-at").partition("rms ")[2].split()[0])
     assert shown == pytest.approx(hookstats.load(recorded)[9][site].total.rms, rel=2e-3)
 
 
-def test_without_a_clipboard_it_is_copied_as_a_selection_is(browser: Browser, recorded: Path, tmp_path: Path) -> None:
-    browser.open(write(recorded, tmp_path / "page.html"))
-    browser.run(
+def test_without_a_clipboard_it_is_copied_as_a_selection_is(chromium: Browser, recorded: Path, tmp_path: Path) -> None:
+    chromium.open(write(recorded, tmp_path / "page.html"))
+    chromium.run(
         "Object.defineProperty(navigator, 'clipboard', { value: undefined });"
         "document.execCommand = (name) => { window.copied = [name, document.activeElement.value]; }"
     )
-    browser.run("document.querySelector('#site button.code').click()")
-    browser.wait("!!window.copied")
-    name, line = browser.run("copied")
+    chromium.run("document.querySelector('#site button.code').click()")
+    chromium.wait("!!window.copied")
+    name, line = chromium.run("copied")
     assert name == "copy"
     assert line.startswith("run[18][")
-    assert browser.run("document.querySelectorAll('textarea').length") == 0
+    assert chromium.run("document.querySelectorAll('textarea').length") == 0
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_name_stands_in_the_line_as_python_has_it(browser: Browser, tmp_path: Path, name: str) -> None:
+def test_a_name_stands_in_the_line_as_python_has_it(chromium: Browser, tmp_path: Path, name: str) -> None:
     page = write(run([Site(name, "output.<i>")], 4), tmp_path / "page.html")
-    browser.open(page)
-    browser.run(HEARD)
-    browser.run("document.querySelector('#site button.code').click()")
-    browser.wait("!!window.copied")
-    line = browser.run("copied")
+    chromium.open(page)
+    chromium.run(HEARD)
+    chromium.run("document.querySelector('#site button.code').click()")
+    chromium.wait("!!window.copied")
+    line = chromium.run("copied")
     assert line.isascii()
     assert eval(line, {"run": {3: {(name, "output.<i>"): "found"}}}) == "found"
 
@@ -157,50 +141,53 @@ def is_hatched(browser: Browser, row: int, column: int, columns: int = 60, rows:
     return bool(colours > 1)
 
 
-def test_two_runs_are_switched_and_what_only_one_has_is_hatched(browser: Browser, both: Path) -> None:
-    browser.open(both)
-    assert "24" not in browser.text("#layers-about")
-    assert browser.text("#layers-about").startswith("17 rows")
+def test_two_runs_are_switched_and_what_only_one_has_is_hatched(chromium: Browser, both: Path) -> None:
+    chromium.open(both)
+    assert "24" not in chromium.text("#layers-about")
+    assert chromium.text("#layers-about").startswith("17 rows")
     gate, missing = 4, 9  # rows
-    assert [is_hatched(browser, row, 5) for row in (gate, missing, 2)] == [True, False, False]
-    assert is_hatched(browser, 2, 50)
-    switch(browser, "second")
-    assert [is_hatched(browser, row, 5) for row in (gate, missing, 2)] == [False, True, False]
-    assert not is_hatched(browser, 2, 50)
-    assert "Of with a gate." in browser.text("#readout")
-    switch(browser, "difference")
-    assert [is_hatched(browser, row, 5) for row in (gate, missing, 2)] == [True, True, False]
-    assert is_hatched(browser, 2, 50)
-    assert browser.run("document.querySelector('[data-value=absolute]').closest('.choice').offsetParent") is None
-    browser.mouse("Moved", *browser.cell(gate, 5, 17, 60))
-    assert "only with a gate has it" in browser.text("#readout")
-    browser.mouse("Moved", *browser.cell(missing, 5, 17, 60))
-    assert "only baseline has it" in browser.text("#readout")
-    browser.mouse("Moved", *browser.cell(2, 5, 17, 60))
-    assert "loss of with a gate" in browser.text("#readout")
-    switch(browser, "second")
-    browser.mouse("Moved", *browser.cell(2, 50, 17, 60))
-    browser.wait("document.querySelector('#numbers').innerText.includes('other[50][')")
+    assert [is_hatched(chromium, row, 5) for row in (gate, missing, 2)] == [True, False, False]
+    assert is_hatched(chromium, 2, 50)
+    switch(chromium, "second")
+    assert [is_hatched(chromium, row, 5) for row in (gate, missing, 2)] == [False, True, False]
+    assert not is_hatched(chromium, 2, 50)
+    assert "Of with a gate." in chromium.text("#readout")
+    switch(chromium, "difference")
+    assert [is_hatched(chromium, row, 5) for row in (gate, missing, 2)] == [True, True, False]
+    assert is_hatched(chromium, 2, 50)
+    assert chromium.run("document.querySelector('[data-value=absolute]').closest('.choice').offsetParent") is None
+    chromium.mouse("Moved", *chromium.cell(gate, 5, 17, 60))
+    assert "only with a gate has it" in chromium.text("#readout")
+    chromium.mouse("Moved", *chromium.cell(missing, 5, 17, 60))
+    assert "only baseline has it" in chromium.text("#readout")
+    chromium.mouse("Moved", *chromium.cell(2, 5, 17, 60))
+    told = chromium.text("#readout")
+    assert "loss of with a gate" in told
+    assert re.search(r"rms (0\.\d+|1\.\d+) times the first run's|as in the first run", told)
+    assert chromium.text("#site .key").endswith("largest |x| of with a gate")
+    switch(chromium, "second")
+    chromium.mouse("Moved", *chromium.cell(2, 50, 17, 60))
+    chromium.wait("document.querySelector('#numbers').innerText.includes('other[50][')")
 
 
-def test_the_first_parting_leads_to_its_cell_and_findings_of_both_are_told(browser: Browser, both: Path) -> None:
-    browser.open(both)
-    assert "baseline, and b, with a gate, part at step 0, embedding output" in browser.text("#parting")
-    browser.run("document.querySelector('#parting a').click()")
-    browser.wait("document.querySelector('#site-title').innerText === 'embedding'")
-    assert browser.run("location.hash").endswith("step=0")
-    assert browser.text("#other-findings h3") == "Findings of with a gate"
-    assert "It rose by more." in browser.text("#other-findings")
-    assert "It rose by more." not in browser.text("#findings-list")
-    assert [line for line in browser.text("#summary").split("\n") if line][:2] == [
+def test_the_first_parting_leads_to_its_cell_and_findings_of_both_are_told(chromium: Browser, both: Path) -> None:
+    chromium.open(both)
+    assert "baseline, and b, with a gate, part at step 0, embedding output" in chromium.text("#parting")
+    chromium.run("document.querySelector('#parting a').click()")
+    chromium.wait("document.querySelector('#site-title').innerText === 'embedding'")
+    assert chromium.run("location.hash").endswith("step=0")
+    assert chromium.text("#other-findings h3") == "Findings of with a gate"
+    assert "It rose by more." in chromium.text("#other-findings")
+    assert "It rose by more." not in chromium.text("#findings-list")
+    assert [line for line in chromium.text("#summary").split("\n") if line][:2] == [
         "baseline: In step 30: It rose by a lot.",
         "with a gate: In step 53: It rose by more.",
     ]
-    assert browser.text("#flow output") == "step 39"  # the last of the first run
-    assert "gate" not in browser.text("#left-out")
+    assert chromium.text("#flow output") == "step 39"  # the last of the first run
+    assert "gate" not in chromium.text("#left-out")
 
 
-def test_runs_that_are_the_same_are_said_to_be(browser: Browser, tmp_path: Path) -> None:
+def test_runs_that_are_the_same_are_said_to_be(chromium: Browser, tmp_path: Path) -> None:
     made = [Recorded.of(run(sites_of(1), 10), name) for name in ("one", "two")]
-    browser.open(write(made[0], tmp_path / "page.html", made[1]))
-    assert "In the 10 steps that both have, all sizes of one and two are the same." in browser.text("#summary")
+    chromium.open(write(made[0], tmp_path / "page.html", made[1]))
+    assert "In the 10 steps that both have, all sizes of one and two are the same." in chromium.text("#summary")

@@ -7,8 +7,6 @@ import re
 import shutil
 import socket
 import string
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +18,6 @@ import pytest
 from hookstats.numbers.fields import Site
 from hookstats.rules import Finding
 from hookstats.serve import server as http_server
-from tests.conftest import ROOT
 from tests.records.recorded import wait_for
 from tests.serve.served import Clock, Growing, Served, serving
 
@@ -388,25 +385,3 @@ def test_other_hosts_and_no_token_are_said_out_loud(tmp_path: Path) -> None:
         assert served.ask("/", headers={"Cookie": ""}).status == 200
         assert served.ask("/", headers={"Host": f"192.0.2.7:{served.port}"}).status == 200
         assert served.ask("/", headers={"Host": f"evil.example:{served.port}"}).status == 421
-
-
-def test_serving_imports_no_torch() -> None:
-    code = "import sys, hookstats.serve.routes, hookstats.serve.server\nprint('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert done.stdout == "False\n", done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["none"], "none: expected a directory of runs, got none"),
-        (["pyproject.toml"], "got a file"),
-        ([".", "--port", "99999"], "from 0 to 65535"),
-    ],
-)
-def test_what_cannot_be_served_is_said_in_one_line(arguments: list[str], words: str) -> None:
-    command = [sys.executable, "-m", "hookstats", "serve", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert len(done.stderr.splitlines()) == 1

@@ -45,17 +45,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "hookstats", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=os.environ | environment,
-        timeout=120,
-    )
-
-
 def test_identities_prints_those_that_were_proved_of_the_model(runs: Path, tmp_path: Path, capsys: Any) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -158,10 +147,9 @@ def test_a_training_that_never_called_step_is_told_so_at_its_end_and_by_every_co
             assert words in capsys.readouterr().out
 
 
-def test_watch_prints_a_line_a_step_into_a_pipe_and_ends_with_the_run(runs: Path) -> None:
-    done = command("watch", str(runs / "a"))
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+def test_watch_prints_a_line_a_step_into_a_pipe_and_ends_with_the_run(runs: Path, capsys: Any) -> None:
+    assert main(["watch", str(runs / "a")]) == 0
+    lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:3:2] for line in lines[:STEPS]] == [["step", "loss"]] * STEPS
     assert "  worst: " in lines[STEPS - 1]
     assert lines[-1] == "the run has ended"
@@ -182,6 +170,9 @@ def test_watch_prints_a_line_a_step_into_a_pipe_and_ends_with_the_run(runs: Path
         (["report", "RUNS/a", "RUNS/none"], "hookstats report: .*none: expected the directory of a run"),
         (["watch", "RUNS/a/rank=0/sites.json"], "hookstats watch: .*json: expected the directory of a run, got a"),
         (["recover", "RUNS/none"], "hookstats recover: .*none: expected the directory of a run"),
+        (["serve", "RUNS/none"], "hookstats serve: .*none: expected a directory of runs, got none"),
+        (["serve", "RUNS/a/rank=0/sites.json"], "hookstats serve: .*json: expected .*got a file"),
+        (["serve", "RUNS", "--port", "99999"], "hookstats serve: .*from 0 to 65535"),
     ],
 )
 def test_errors_are_one_line_and_status_2(
@@ -253,6 +244,7 @@ for name in ("", "show", "compare", "report", "watch", "recover", "rule", "docto
         assert ended.code == 0
     print([each for each in ("torch", "numpy", "pyarrow") if each in sys.modules])
 print("end of helps")
+import hookstats.serve.routes, hookstats.serve.server
 for arguments in {commands!r}:
     assert main(arguments) == 0, arguments
     assert "torch" not in sys.modules, arguments

@@ -18,17 +18,15 @@ from tests.conftest import DEVICES
 from tests.models import Containers, Residual, images, small_cnn
 from tests.tools.edits import assert_close, clip_to, compile_with, differ, residual, run, scale_by, zero_below
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated.*:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore:.*deprecated.*:DeprecationWarning"),
+]
 
 # In the graphs of older ones, what has a gradient hook must not be changed in place, and several hooks of one gradient
 # run in the reverse order.
 OLD = torch.__version__ < (2, 13)
 NOT_OLD = pytest.mark.skipif(OLD, reason="needs torch 2.13")
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> None:
-    torch._dynamo.reset()
 
 
 class Plain:
@@ -99,8 +97,11 @@ def test_compiled_edits_do_what_eager_ones_do(backend: str, device: str) -> None
 
     def run_edited(backend: str | None) -> tuple[list[torch.Tensor], list[int]]:
         model, where = (few_modules().to(device), ["1"]) if few else (residual(device), ["blocks.1", "blocks.1.up"])
+        captured = hookstats.capture(model, where, items=2, channels=5)
         made = [edit(model, where, EDITS[name], tensor) for name, tensor in cases]
-        return run(model, compile_with(model, backend), device=device), [one.changed for one in made]
+        found = run(model, compile_with(model, backend), device=device)
+        kept = [each for name in where for shot in captured[name] for each in (shot.output, shot.gradient)]
+        return [*found, *kept], [one.changed for one in made]
 
     (got, got_changed), (want, want_changed) = run_edited(backend), run_edited(None)
     assert_close(got, want)
@@ -380,7 +381,7 @@ def test_an_input_edit_leaves_the_callers_tensor_alone() -> None:
 @pytest.mark.gpu
 def test_edits_do_not_wait_for_the_device() -> None:
     model = residual("cuda")
-    made = [EDITS[name][0](model, WHERE, *EDITS[name][1], tensor=tensor) for name, tensor in CASES]
+    made = [edit(model, WHERE, EDITS[name], tensor) for name, tensor in CASES]
     run(model, device="cuda")
     x = torch.randn(3, 5, 16, device="cuda")
     torch.cuda.set_sync_debug_mode("error")

@@ -14,12 +14,10 @@ from tests.models import images, small_cnn
 from tests.tools.edits import assert_close, compile_with, differ, residual, run, scale_by, zero_below
 from tests.watch.test_attach import state_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated.*:DeprecationWarning")
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> None:
-    torch._dynamo.reset()
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore:.*deprecated.*:DeprecationWarning"),
+]
 
 
 def test_changed_counts_what_is_different_afterwards() -> None:

@@ -19,10 +19,7 @@ from tests.conftest import DEVICES, check
 from tests.models import Residual
 from tests.plain import OF_OUTPUTS, Plain, hearing
 
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> None:
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def model(depth: int = 3) -> Residual:
