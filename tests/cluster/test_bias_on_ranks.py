@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import hookstats
-from hookstats.rules import Finding, Judge, bias_gradient
+from hookstats.rules import Finding, bias_gradient, judge
 from tests import ranks
+from tests.cluster.trainings import Case, measured
 
 STEPS, BREAKS, WIDTH = 10, 4, 16
 TENSORS = ("output", "grad_output", "param_grad")
@@ -46,19 +45,21 @@ def findings(rank: int, world: int, case: str) -> list[Finding]:
         model = nn.parallel.DistributedDataParallel(inner)
     else:
         fully_shard(inner, mesh=init_device_mesh("cpu", (world,)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    monitor = hookstats.attach(model, tensors=CASES[case], every=1, process_group=dist.group.WORLD)
-    judge, taken = Judge([bias_gradient]), []
-    for step in range(STEPS):
+
+    def forward(step: int, half: int) -> torch.Tensor:
+        return model(torch.randn(32, 8, generator=torch.Generator().manual_seed(100 * step + 10 * half + rank)))
+
+    def loss(step: int) -> torch.Tensor:
         begun[0] = step >= BREAKS
-        for half in range(2):
-            x = torch.randn(32, 8, generator=torch.Generator().manual_seed(100 * step + 10 * half + rank))
-            y = model(x)
-            if half == 0 and case.startswith("ddp"):
-                with model.no_sync():
-                    y.logsumexp(1).mean().backward()
-            else:
-                (y - 1).square().mean().backward()
+        if case.startswith("ddp"):
+            y = forward(step, 0)
+            with model.no_sync():
+                y.logsumexp(1).mean().backward()
+        else:
+            (forward(step, 0) - 1).square().mean().backward()
+        return (forward(step, 1) - 1).square().mean()
+
+    def fault(step: int) -> bool:
         gradient = inner[2].bias.grad
         if begun[0] and case == "ddp, divided once more":
             gradient /= world
@@ -66,11 +67,10 @@ def findings(rank: int, world: int, case: str) -> list[Finding]:
             gradient[WIDTH // world :] *= world
         if begun[0] and case in ("fsdp, times eight", "fsdp, times the ranks"):
             gradient.to_local().mul_(8 if case == "fsdp, times eight" else world)
-        optimizer.step()
-        optimizer.zero_grad()
-        taken.append(monitor.step())
-    taken += monitor.detach()
-    return [each for snapshot in taken if snapshot is not None for each in judge.judge(snapshot)]
+        return True
+
+    made = Case(model, torch.optim.SGD(model.parameters(), lr=0.01), loss, fault=fault)
+    return judge(measured(world, made, STEPS, tensors=CASES[case]), [bias_gradient])
 
 
 @pytest.fixture(scope="module")

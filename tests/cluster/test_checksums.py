@@ -10,7 +10,7 @@ import torch
 
 from hookstats.cluster import contents
 from hookstats.cluster.contents import checksums
-from tests.cluster.bits import ALL_DTYPES, bits_of, changed_bit, of_bits
+from tests.cluster.bits import ALL_DTYPES, bits_of, of_bits
 
 # name: a tensor of a dtype
 SHAPES: dict[str, Callable[[torch.dtype], torch.Tensor]] = {
@@ -48,22 +48,6 @@ def test_a_view_has_the_checksum_of_its_contiguous_copy() -> None:
     views = [make(dtype) for dtype in ALL_DTYPES for make in SHAPES.values()]
     views.append(of_bits((5, 9), torch.complex64).t().conj())
     assert checksums(views).tolist() == checksums([x.resolve_conj().contiguous() for x in views]).tolist()
-
-
-@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
-def test_one_flipped_bit_anywhere_changes_it(dtype: torch.dtype) -> None:
-    elements = 13 if dtype.itemsize < 4 else 5
-    x = of_bits((elements,), dtype)
-    bits = 1 if dtype is torch.bool else 8 * dtype.itemsize
-    others = [changed_bit(x, element, bit) for element in range(elements) for bit in range(bits)]
-    found = checksums([x, *others]).tolist()
-    assert len(set(found)) == len(found)
-
-
-def test_signed_zeros_and_the_payloads_of_nans_count() -> None:
-    nans = torch.tensor([0x7FC00000, 0x7FC00001, -0x400000], dtype=torch.int32).view(torch.float32)
-    found = checksums([*torch.tensor([0.0, -0.0]), *nans]).tolist()
-    assert len(set(found)) == 5
 
 
 # The values of a training are not random bits: few of them, and their last bits are often zeros.

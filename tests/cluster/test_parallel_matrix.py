@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import os
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,15 +30,6 @@ from tests.plain import hearing
 # Some channels of a sum that is split by ranks or recomputed are near zero: against the largest of the site.
 EXACT = ("count", "zeros", "nans", "posinfs", "neginfs")
 CLOSE = ("mean", "std", "rms", "min", "max", "abs_max")
-WAYS = ("sequence", "plain", "dtensors", "prepared", "loss")
-# What shards a block sees what goes into it and comes out of it; what is wrapped inside of it, a recomputation sees.
-SHORT: dict[str, list[tuple[bool, bool, tuple[str, ...]]]] = {
-    "sequence": [(True, True, ("blocks",))],
-    "plain": [(True, True, ("whole",)), (False, False, ("blocks",))],
-    "dtensors": [(False, False, ("whole",))],
-    "prepared": [(False, True, ("blocks",))],
-    "loss": [(True, True, ("whole",))],
-}
 COMPILES = True
 STEPS, BATCH, SEQUENCE, WIDTH, WORDS = 2, 2, 4, 8, 12
 
@@ -131,17 +120,17 @@ class Case(NamedTuple):
     sharded: bool
     checkpointed: bool
 
-    def __str__(self) -> str:
-        sharded, checkpointed = "fully_shard" if self.sharded else "-", "checkpoint" if self.checkpointed else "-"
-        return f"{self.way:10}{self.compiled:8}{sharded:13}{checkpointed:12}"
 
-
-def settings(way: str) -> list[tuple[bool, bool, tuple[str, ...]]]:
-    """List the settings: fully_shard or not, checkpoint or not, and what is compiled besides eager mode. One way each,
-    in turn; with HOOKSTATS_WHOLE_MATRIX=1 all 60 cases."""
-    if os.environ.get("HOOKSTATS_WHOLE_MATRIX"):
-        return [(*both, ("blocks", "whole")) for both in itertools.product((True, False), repeat=2)]
-    return SHORT[way]
+# Eager, and compiled. What shards a block sees what goes into it and comes out of it; what is wrapped inside of it, a
+# recomputation sees.
+CASES = [
+    Case("sequence", "blocks", sharded=True, checkpointed=True),
+    Case("plain", "whole", sharded=True, checkpointed=True),
+    Case("plain", "blocks", sharded=False, checkpointed=False),
+    Case("dtensors", "whole", sharded=False, checkpointed=False),
+    Case("prepared", "blocks", sharded=False, checkpointed=True),
+    Case("loss", "whole", sharded=True, checkpointed=True),
+]
 
 
 class Trained(NamedTuple):
@@ -206,14 +195,6 @@ def one_step(case: Case, model: nn.Module, mesh: DeviceMesh, step: int) -> float
     return float(loss.full_tensor() if isinstance(loss, DTensor) else loss)
 
 
-def attempt(case: Case, mesh: DeviceMesh, watched: bool) -> Trained | str:
-    """The training, or what it died of."""
-    try:
-        return trained(case, mesh, watched)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
 def same_training(got: Trained, wanted: Trained) -> bool:
     return got.losses == wanted.losses and all(map(torch.equal, got.weights, wanted.weights))
 
@@ -251,47 +232,33 @@ def differences(got: Trained, eager: Trained) -> list[str]:
     return found
 
 
-def all_cases(rank: int, world: int) -> list[list[tuple[str, str, list[str]]]]:
-    """Run all cases of two ranks, or of four with fully_shard, and return each case's errors by setting."""
+def all_cases(rank: int, world: int) -> list[tuple[Case, list[str]]]:
+    """Return the faults of each case of two ranks, or of four with fully_shard."""
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
-    here = [(way, *each) for way in WAYS for each in settings(way) if each[0] == (world == 4)]
-    return [of_one_setting(mesh, *each) for each in here]
+    found = []
+    for case in CASES:
+        if case.sharded == (world == 4):
+            eager = case._replace(compiled="eager")
+            plain, twin = trained(eager, mesh, watched=False), trained(eager, mesh, watched=True)
+            found += [(eager, wrong_with(twin, plain, twin)), (case, of_program(case, mesh, plain, twin))]
+    return found
 
 
-def of_one_setting(
-    mesh: DeviceMesh, way: str, sharded: bool, checkpointed: bool, programs: tuple[str, ...]
-) -> list[tuple[str, str, list[str]]]:
-    twin, plain, became = None, None, []  # of eager mode: with us, and without
-    for compiled in ("eager", *programs):
-        case = Case(way, compiled, sharded, checkpointed)
-        ours = attempt(case, mesh, watched=True)
-        bare = plain
-        if plain is None or isinstance(ours, str) or not same_training(ours, plain):
-            bare = attempt(case, mesh, watched=False)
-        if isinstance(bare, str):
-            became.append((str(case), f"torch itself raises {bare[:100]!r}", []))
-            continue
-        if isinstance(ours, str):
-            became.append((str(case), "died", [ours]))
-            continue
-        twin, plain = twin or ours, plain or bare
-        wrong = [] if same_training(ours, bare) else [f"trained otherwise: {ours.losses} for {bare.losses}"]
-        wrong += differences(ours, twin)
-        wrong += [text for text in ours.told if "not measured" not in text]
-        left_out = "; ".join(f"{site}: {reason}" for site, reason in ours.skipped.items())
-        became.append((str(case), f"trained, {len(ours.snapshots[-1])} sites, left out: {left_out or 'none'}", wrong))
-    return became
+def of_program(case: Case, mesh: DeviceMesh, plain: Trained, twin: Trained) -> list[str]:
+    ours = trained(case, mesh, watched=True)
+    bare = plain if same_training(ours, plain) else trained(case, mesh, watched=False)
+    return wrong_with(ours, bare, twin)
+
+
+def wrong_with(ours: Trained, bare: Trained, twin: Trained) -> list[str]:
+    wrong = [] if same_training(ours, bare) else [f"trained otherwise: {ours.losses} for {bare.losses}"]
+    return wrong + differences(ours, twin) + [text for text in ours.told if "not measured" not in text]
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_model_cut_over_ranks_trains_as_without_us_and_compiled_its_numbers_are_those_of_eager_mode(
     world: int,
 ) -> None:
-    of_ranks = ranks.run(all_cases, world, timeout=900)
-    print()
-    for became in of_ranks[0]:
-        for case, what, _ in became:
-            print(case, what)
-        assert sum(what.startswith("trained") for _, what, _ in became) >= 2
-    for rank, found in enumerate(of_ranks):
-        assert [(case, wrong) for became in found for case, _, wrong in became if wrong] == [], f"rank {rank}"
+    for found in ranks.run(all_cases, world, timeout=900):
+        assert len(found) == 6
+        assert [each for each in found if each[1]] == []

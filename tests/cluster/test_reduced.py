@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-import hookstats
-from hookstats.rules import Finding, Judge, reduced_gradient
+from hookstats.rules import Finding, judge, reduced_gradient
 from tests import ranks
-from tests.cluster.trainings import Mlp, batch
+from tests.cluster.trainings import DDP, Case, Mlp, batch, measured
 
 STEPS, BREAKS = 16, 6
 TENSORS = ("output", "reduction")
@@ -37,15 +35,15 @@ def train(rank: int, world: int) -> Found:
 def find(rank: int, world: int, case: str) -> list[Finding]:
     inner = Mlp()
     nn.init.normal_(inner.down.bias)
-    model = nn.parallel.DistributedDataParallel(inner)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    monitor = hookstats.attach(model, tensors=TENSORS, every=1, process_group=dist.group.WORLD)
-    judge, taken = Judge([reduced_gradient]), []
-    for step in range(STEPS):
+    model = DDP(inner)
+
+    def loss(step: int) -> torch.Tensor:
         if case == "accumulated":
             with model.no_sync():
                 (model(batch(step, 50 + rank)) - 1).square().mean().backward()
-        (model(batch(step, rank)) - 1).square().mean().backward()
+        return (model(batch(step, rank)) - 1).square().mean()
+
+    def fault(step: int) -> bool:
         begun = step >= BREAKS
         for name, parameter in inner.named_parameters():
             gradient: Any = parameter.grad
@@ -62,11 +60,10 @@ def find(rank: int, world: int, case: str) -> list[Finding]:
                 gradient *= world
         if case == "clipped":
             nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        optimizer.step()
-        optimizer.zero_grad()
-        taken.append(monitor.step())
-    taken += monitor.detach()
-    return [each for snapshot in taken if snapshot is not None for each in judge.judge(snapshot)]
+        return True
+
+    made = Case(model, torch.optim.SGD(model.parameters(), lr=0.01), loss, fault=fault)
+    return judge(measured(world, made, STEPS, tensors=TENSORS), [reduced_gradient])
 
 
 @pytest.fixture(scope="module")

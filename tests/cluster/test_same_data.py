@@ -6,41 +6,35 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-import hookstats
 from hookstats.rules import Finding, judge, same_data
 from tests import ranks
+from tests.cluster.trainings import DDP, Case, measured
 
 CASES = ("equal batches", "own batches", "one batch is another", "equal ids", "own ids", "inputs of one value")
 
 
 def trained(rank: int, world: int) -> dict[str, list[Finding]]:
-    return {case: _trained(rank, case) for case in CASES}
+    return {case: judge(measured(world, training_of(rank, case)), [same_data]) for case in CASES}
 
 
-def _trained(rank: int, case: str) -> list[Finding]:
+def training_of(rank: int, case: str) -> Case:
     torch.manual_seed(0)
     first = nn.Embedding(32, 16) if "ids" in case else nn.Linear(16, 16)
-    model = DistributedDataParallel(nn.Sequential(first, nn.Tanh(), nn.Linear(16, 4)))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    taken: list[hookstats.Snapshot] = []
-    with hookstats.attach(model, every=1, process_group=dist.group.WORLD, sinks=taken.append) as monitor:
-        for step in range(12):
-            is_own = case in ("own batches", "own ids") or (case == "one batch is another" and step == 6)
-            chosen = torch.Generator().manual_seed(step + 100 * rank * is_own)
-            x = torch.randint(32, (8,), generator=chosen) if "ids" in case else torch.randn(8, 16, generator=chosen)
-            if case == "inputs of one value":
-                x = torch.ones(8, 16)
-                with torch.no_grad():
-                    model.module[0].weight[0, 0] = rank  # so that outputs differ
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-            monitor.step()
-    return judge(taken, [same_data])  # sinks get steps on the first rank
+    model = DDP(nn.Sequential(first, nn.Tanh(), nn.Linear(16, 4)))
+
+    def loss(step: int) -> torch.Tensor:
+        is_own = case in ("own batches", "own ids") or (case == "one batch is another" and step == 6)
+        chosen = torch.Generator().manual_seed(step + 100 * rank * is_own)
+        x = torch.randint(32, (8,), generator=chosen) if "ids" in case else torch.randn(8, 16, generator=chosen)
+        if case == "inputs of one value":
+            x = torch.ones(8, 16)
+            with torch.no_grad():
+                first.weight[0, 0] = rank  # so that outputs differ
+        return model(x).square().mean()
+
+    return Case(model, torch.optim.SGD(model.parameters(), 0.1), loss)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import hookstats
-from hookstats.rules import Finding, Judge
+from hookstats.rules import Finding, judge
 
 STEPS = 12
 MONITORS: list[hookstats.Monitor] = []  # of this rank, the latest last
@@ -147,17 +147,21 @@ def parallel_by_hand(rank: int, world: int) -> Case:
     return Case(model, sgd(model), loss, share=share)
 
 
-def trained(rank: int, world: int, make: Callable[[int, int], Case]) -> tuple[list[Finding], list[Any]]:
-    """The findings on replicas; and the drifts of each step."""
-    case, judge = make(rank, world), Judge()
-    monitor = hookstats.attach(case.model, every=1, process_group=case.group or dist.group.WORLD)
+def measured(world: int, case: Case, steps: int = STEPS, **attached: Any) -> list[hookstats.Snapshot]:
+    """Train, and return each step as all ranks have measured it."""
+    monitor = hookstats.attach(case.model, every=1, process_group=case.group or dist.group.WORLD, **attached)
     MONITORS.append(monitor)
     snapshots = []
-    for step in range(STEPS):
+    for step in range(steps):
         case.train(step)
         snapshots.append(monitor.step())
     snapshots += monitor.detach()
     arrived = [each for each in snapshots if each is not None]
-    assert [each.ranks for each in arrived] == [tuple(range(world))] * STEPS
-    found = [each for snapshot in arrived for each in judge.judge(snapshot)]
-    return [each for each in found if each.rule == "replica-drift"], [each.drifts for each in arrived]
+    assert [each.ranks for each in arrived] == [tuple(range(world))] * steps
+    return arrived
+
+
+def trained(rank: int, world: int, make: Callable[[int, int], Case]) -> tuple[list[Finding], list[Any]]:
+    """The findings on replicas; and the drifts of each step."""
+    arrived = measured(world, make(rank, world))
+    return [each for each in judge(arrived) if each.rule == "replica-drift"], [each.drifts for each in arrived]
