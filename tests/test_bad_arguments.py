@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,16 @@ FUNCTIONS: dict[str, Call] = {
         {"model": "", "modules": "''", "fn": "type", "tensor": "", "exclude": "None [] {} ()", "after": "True"},
     ),
     "explain": (hookstats.explain, {"model": MODEL}, {"model": ""}),
+    "sinks": (
+        partial(hookstats.sinks.JsonLines, "build/never written"),
+        {},
+        {"statistics": "[] {} ()", "sites": "None x '' [] [x] {} {a} ()", "histograms": "True"},
+    ),
+    "probe": (
+        hookstats.probe,
+        {"model": MODEL, "batch": torch.ones(2, 8)},
+        {"model": "", "batch": "", "batch_dim": "0", "causal": "None 0 True"},
+    ),
     "measure": (
         hookstats.measure,
         {"tensor": torch.ones(3, 4)},

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -11,14 +9,10 @@ from torch import nn
 from torch.nn import functional
 
 import hookstats
-from hookstats.results import Calibration
+from hookstats import calibrate
 from tests.calibration.small import mixtral, sentences
 
 EXPERTS, WIDTH, HIDDEN = 4, 8, 12
-
-
-def calibrate(model: nn.Module, batches: Any, modules: Any = None) -> Calibration:
-    return hookstats.calibrate(model, batches, modules)
 
 
 class Modules(nn.Module):

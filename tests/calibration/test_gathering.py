@@ -13,14 +13,11 @@ import torch
 from torch import nn
 
 import hookstats
-from hookstats.results import Calibration, InputStats
+from hookstats import calibrate
+from hookstats.results import InputStats
 from tests.calibration.small import calibrate_small, inputs_of, llama, rows_of, sentences
 
 ROUNDING = 1e-6  # of float32, in which tiles of a tensor are summed
-
-
-def calibrate(model: nn.Module, batches: Any, modules: Any = None, **options: Any) -> Calibration:
-    return hookstats.calibrate(model, batches, modules, **options)
 
 
 def mlp() -> nn.Sequential:

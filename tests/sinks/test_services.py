@@ -86,13 +86,6 @@ def test_without_an_active_run_a_sink_is_refused_when_it_is_made() -> None:
             sink()
 
 
-@pytest.mark.parametrize("sink", ["Wandb", "Mlflow", "Trackio"])
-def test_wrong_arguments_are_refused(sink: str) -> None:
-    pytest.importorskip(sink.lower())
-    with pytest.raises(ValueError, match=f"{sink}: statistics: expected some of count.*; got median"):
-        getattr(hookstats.sinks, sink)(statistics="median")
-
-
 @pytest.fixture
 def wandb_run(tmp_path: Path) -> Iterator[Any]:
     wandb = pytest.importorskip("wandb")

@@ -204,25 +204,6 @@ def test_histograms_hold_every_value_in_at_most_512_bars(bins: Any, scale: float
     np.testing.assert_array_equal(bars.counts, np.histogram(values, bars.edges)[0])
 
 
-ARGUMENTS = [
-    ({"statistics": ["rms", "median"]}, ValueError, "statistics: expected some of count, mean.*; got median"),
-    ({"statistics": 3}, TypeError, "statistics: expected strings, got 3"),
-    ({"sites": [1]}, TypeError, "sites: expected globs over names, got 1"),
-    ({"histograms": "yes"}, TypeError, "histograms: expected True or False, got 'yes'"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "kind", "message"), ARGUMENTS)
-def test_wrong_arguments_are_refused(
-    arguments: dict[str, Any], kind: type[Exception], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(kind, match=f"JsonLines: {message}"):
-        hookstats.sinks.JsonLines(tmp_path / "a", **arguments)
-    with pytest.raises(kind, match=f"TensorBoard: {message}"):
-        hookstats.sinks.TensorBoard(tmp_path / "b", **arguments)
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
     ("sink", "package", "extra"),
     [

@@ -175,9 +175,3 @@ def test_a_tapped_wrapper_is_measured() -> None:
     mon = hookstats.attach(mlp())
     mon.tap(Wrapper(batch()), "wrapped")
     check(mon.snapshot()["wrapped", "output"], batch(), -1)
-
-
-# Copies.
-
-
-# Modules whose hooks never run.

@@ -129,27 +129,16 @@ def test_a_resumed_run_has_those_of_the_later_attempt(tmp_path: Path) -> None:
 
 
 def test_ranks_that_are_merged_afterwards_have_one_rank_after_the_other(tmp_path: Path) -> None:
-    for rank in (0, 1):
-        net = model()
-        sink = hookstats.record(tmp_path / f"run{rank}", rules=[])
-        monitor = hookstats.attach(net, every=2, sinks=sink)
-        train(monitor, net, range(4), lambda step, rank=rank: {"sample_ids": [10 * step + rank]})
-        monitor.detach()
-        (tmp_path / f"run{rank}" / "rank=0").rename(tmp_path / f"rank={rank}")
-    run = hookstats.load(tmp_path, ranks="merged")
-    assert [run.sample_ids(step).tolist() for step in range(4)] == [[0, 1], [10, 11], [20, 21], [30, 31]]
-    assert lists(run[2].sample_ids) == {1: [10, 11], 2: [20, 21]}
-
-
-def test_ranks_that_are_merged_afterwards_need_not_all_have_sample_ids(tmp_path: Path) -> None:
+    """Not all need have some."""
     for rank in (0, 1, 2):
         net = model()
-        monitor = hookstats.attach(net, every=1, sinks=hookstats.record(tmp_path / f"run{rank}", rules=[]))
-        train(monitor, net, range(2), lambda step, rank=rank: {"sample_ids": [rank]} if rank and step else {})
+        monitor = hookstats.attach(net, every=2, sinks=hookstats.record(tmp_path / f"run{rank}", rules=[]))
+        train(monitor, net, range(4), lambda n, rank=rank: {"sample_ids": [10 * n + rank]} if rank and n else {})
         monitor.detach()
         (tmp_path / f"run{rank}" / "rank=0").rename(tmp_path / f"rank={rank}")
     run = hookstats.load(tmp_path, ranks="merged")
-    assert run.sample_ids(1).tolist() == [1, 2]
+    assert [run.sample_ids(step).tolist() for step in (1, 2, 3)] == [[11, 12], [21, 22], [31, 32]]
+    assert lists(run[2].sample_ids) == {1: [11, 12], 2: [21, 22]}
     with pytest.raises(KeyError, match="expected a step with which sample_ids were given, got 0"):
         run.sample_ids(0)
 

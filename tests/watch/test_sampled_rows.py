@@ -176,26 +176,6 @@ def test_a_compiled_graph_reads_other_rows_in_each_step_and_is_not_compiled_agai
     assert counter.frame_count == compiled
 
 
-def test_the_last_bit_of_what_is_trained_stays_and_without_the_option_all_is_read() -> None:
-    def trained(rows: int | None) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        given = {} if rows is None else {"rows": rows}
-        with hookstats.attach(model, every=1, **given) as monitor:
-            for _ in range(WHOLE + 3):
-                optimizer.zero_grad()
-                model(tokens(64, 16)).square().mean().backward()
-                optimizer.step()
-                snapshot = monitor.step()
-        assert snapshot["0", "output"].total.count == 64 * 32 / (rows or 1)
-        return [each.detach() for each in model.parameters()]
-
-    for one, other, third in zip(trained(None), trained(1), trained(8), strict=True):
-        assert torch.equal(one, other)
-        assert torch.equal(one, third)
-
-
 class _Bad(nn.Module):
     """Makes one row of its input NaN, in one of its steps."""
 
