@@ -10,17 +10,14 @@ from hookstats.numbers.fields import FIELDS
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.history import middle
 from hookstats.rules.memory import Memory
-from hookstats.rules.step import Step
+from hookstats.rules.step import Step, make_once_for_alike
 
 _COUNT, _MIN, _MAX = map(FIELDS.index, ("count", "min", "max"))
 
 
+@make_once_for_alike
 def find_answer(step: Step) -> tuple[int, int, int] | None:
     """The ids of the model's last output and of its gradient, and how often that came; None where it did not."""
-    return step.make_for_alike(_find_answer)
-
-
-def _find_answer(step: Step) -> tuple[int, int, int] | None:
     outputs = step.list_finite("output")
     if not outputs:
         return None

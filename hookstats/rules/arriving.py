@@ -50,9 +50,8 @@ def missing_gradients(step: Step, memory: Memory, steps: int = 20) -> list[Ill] 
     waits = gradients & ~reached & (outputs >= 0)
     runs = waits & (totals.count > 0)[outputs]
     streak, idle = memory.streak(), memory.streak("idle")
-    ill = streak.push(step.number, runs, runs | reached, 5)
-    ill = ill & (step.number - streak.since + 1 >= steps)
-    rests = idle.push(step.number, waits & ~runs, None, 5) & (step.number - idle.since + 1 >= 2 * steps)
+    ill = streak.push(step.number, runs, runs | reached, 5, over=steps)
+    rests = idle.push(step.number, waits & ~runs, None, 5, over=2 * steps)
     found = [_say_idle(step, rests, idle)] if rests.any() and reached[gradients].any() else []
     if not ill.any() or not reached[gradients].any():
         return found

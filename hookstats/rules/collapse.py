@@ -9,7 +9,7 @@ from hookstats.rules.answers import find_answer
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.formatting import times
 from hookstats.rules.memory import Memory
-from hookstats.rules.step import Step, find_finite_ids, is_bias
+from hookstats.rules.step import Step, is_bias
 
 _COUNT, _MEAN, _M2 = map(FIELDS.index, ("count", "mean", "m2"))
 
@@ -169,7 +169,7 @@ def equal_modules(
     age = memory["age"] = memory.get("age", 0) + 1
     if age > first and not streak.goes_on:
         return None
-    ids = step.make_for_alike(find_finite_ids, "param_grad")
+    ids = step.find_finite_ids("param_grad")
     ids = ids[(weights[ids] >= 0) & (totals.count[ids] >= values) & (totals.abs_max[ids] > 0)]
     sizes = np.sort(totals.rms[ids])
     equal, groups = np.zeros(len(step.sites), bool), dict[bytes, list[int]]()

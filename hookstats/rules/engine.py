@@ -100,9 +100,7 @@ class Ill:
                 return []
             where = np.array([bool(where)])
         if streak is not None:
-            where, since = streak.push(step.number, where, self.judged, self.steps), streak.since
-            if self.over:
-                where = where & (step.number - since + 1 >= self.over)
+            where, since = streak.push(step.number, where, self.judged, self.steps, self.over), streak.since
         if not np.count_nonzero(where):
             return []
         if not isinstance(self.where, np.ndarray):

@@ -89,10 +89,11 @@ class Streak:
         self.lengths = np.empty(0, np.int64)
         self.since = np.empty(0, np.int64)
 
-    def push(self, number: int, ill: Mask, judged: Mask | None = None, steps: int = 1) -> Mask:
+    def push(self, number: int, ill: Mask, judged: Mask | None = None, steps: int = 1, over: float = 0.0) -> Mask:
         """``[sites]``: ill in this verdict, the last of so many `steps` in a row at least.
 
-        number: of the step. judged: others stay as they were; None: all are.
+        number: of the step. judged: others stay as they were; None: all are. over: how many steps of the run it must
+        have lasted, measured or not.
         """
         new = len(ill) - len(self.lengths)
         if new > 0:
@@ -105,7 +106,8 @@ class Streak:
         begins = (self.lengths == 1) & (lengths == 0)
         self.since = np.where(begins, number, self.since)
         self.goes_on = bool(np.count_nonzero(self.lengths))
-        return ill & (self.lengths >= steps)
+        lasts = ill & (self.lengths >= steps)
+        return lasts & (number - self.since + 1 >= over) if over else lasts
 
 
 class Course:

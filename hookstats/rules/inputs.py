@@ -21,7 +21,7 @@ _LAST, _NEAR = 64, 8  # batches that are looked at for others that are equal, an
 
 def _find_inputs(step: Step) -> list[int]:
     """The floating inputs of the model itself that came in this step."""
-    return step.put_in_order(step.find_finite("input") & step.is_of_model)
+    return [site for site in step.list_finite("input") if not step.sites[site].name]
 
 
 def _is_first(step: Step, site: int) -> bool:

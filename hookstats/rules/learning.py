@@ -9,7 +9,7 @@ from hookstats.numbers.significands import SIGNIFICANT_BITS, count_bits
 from hookstats.rules.engine import Ill, rule
 from hookstats.rules.history import middle
 from hookstats.rules.memory import Memory
-from hookstats.rules.step import Mask, Step, find_fired_ids
+from hookstats.rules.step import Mask, Step
 
 SPARSE = 0.5  # share of a gradient that is 0, from which on it is one of rows that were not in the batch
 _LEAST = 3  # measured steps, by which anything is said to last
@@ -52,14 +52,13 @@ def unchanged_parameters(step: Step, memory: Memory, steps: int = 20, all_steps:
         still &= ~(stood & (weights >= 0) & (abs(totals.l2_norm - sizes) > 0)[weights])
     moves = measured & ~still if stands else measured
     changed |= moves
-    lasts = streak.push(step.number, still, measured, _LEAST)
+    lasts = streak.push(step.number, still, measured, _LEAST, over=steps)
     is_new = _is_computed_anew(step, memory, stands)
     norm = step.grad_norm or 0.0
     memory["norm"] = max(memory.get("norm", 0.0), norm if np.isfinite(norm) else 0.0)
     norms = memory.setdefault("norms", [])
     if np.count_nonzero(moves):
         norms.clear()
-        lasts &= step.number - streak.since + 1 >= steps
         if found or not stands or not lasts.any():
             return found
         gradients = step.gradients_of_updates
@@ -102,7 +101,7 @@ def unchanged_parameters(step: Step, memory: Memory, steps: int = 20, all_steps:
 def _is_computed_anew(step: Step, memory: Memory, is_asked: bool) -> Mask:
     """``[n]``: of each update, whether its gradient is other than it was in the measured step before."""
     gradients, before = step.gradients_of_updates, memory.keep_by_site("gradients", np.nan)
-    now, ids = step.totals.l1_norm, step.make_for_alike(find_fired_ids, "param_grad")
+    now, ids = step.totals.l1_norm, step.find_fired_ids("param_grad")
     is_new = (gradients >= 0) & (now[gradients] != before[gradients]) if is_asked else gradients >= 0
     before[ids] = now[ids]
     return np.asarray(is_new)
@@ -234,8 +233,7 @@ def shrinking_weights(
     ill = (lost > part) & (path > rate * passed * sizes)
     if not np.count_nonzero(ill) and not streak.goes_on:
         return []
-    going = streak.push(step.number, ill & measured, measured & np.isfinite(lost), 5)
-    going = going & (step.number - streak.since + 1 >= steps)
+    going = streak.push(step.number, ill & measured, measured & np.isfinite(lost), 5, over=steps)
     if 2 * np.count_nonzero(going) <= np.count_nonzero(measured):
         return []
     came_down = step.losses.have_fallen()

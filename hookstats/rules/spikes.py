@@ -11,7 +11,7 @@ from hookstats.rules.engine import Ill, rule
 from hookstats.rules.formatting import times
 from hookstats.rules.history import Course, middle
 from hookstats.rules.memory import Memory
-from hookstats.rules.step import Step, find_finite_ids
+from hookstats.rules.step import Step
 
 _LEAST_RISE = 0.05  # of what jumps, or rises from one third of the steps to the next
 _MOVED, _KNOWN = 3.0, 3  # times the largest of the last moves; how many of them there must be
@@ -188,7 +188,7 @@ def _count_rising(memory: Memory, value: float, past: Course | None) -> int:
 
 def _measure_move(step: Step, memory: Memory) -> float | None:
     """Return by how much half of the outputs changed since the last measured step, in logarithms, if any can tell."""
-    known, ids = memory.keep_by_site("outputs", np.nan), step.make_for_alike(find_finite_ids, "output")
+    known, ids = memory.keep_by_site("outputs", np.nan), step.find_finite_ids("output")
     now, before = step.totals.rms[ids], known[ids]
     known[ids] = now
     moves = np.abs(np.log(now / before))

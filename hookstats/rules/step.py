@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any, TypeVar
 
 import numpy as np
@@ -49,37 +49,23 @@ class SiteIds:
     def __init__(self) -> None:
         self.all: list[Site] = []
         self.losses = Losses()
-        self._ids: dict[Site, int] = {}
-        self._latest: tuple[Sequence[Site], Counts] = ([], np.empty(0, np.int64))
-        self._kinds: dict[str, Mask] = {}
-        self._partners: dict[tuple[str, ...], Counts] = {}
-        self._once: dict[Any, tuple[int, Any]] = {}
-        self._aligned: tuple[Counts, int, bool] = (self._latest[1], 0, True)
+        self.known: dict[Site, int] = {}
+        self._latest: tuple[Sequence[Site], Counts, bool] = ([], np.empty(0, np.int64), True)
+        self.once: dict[Any, tuple[int, Any]] = {}
         self._alike: dict[Any, dict[Any, Any]] = {}
 
-    def ids(self, sites: Sequence[Site]) -> Counts:
-        """Return the ids of these sites; those that are new get the next ones."""
-        known, ids = self._latest
+    def ids(self, sites: Sequence[Site]) -> tuple[Counts, bool]:
+        """Return the ids of these sites, and whether that are all so far, in order; those that are new get the next."""
+        known, ids, are_all = self._latest
         if known is not sites and tuple(known) != tuple(sites):
             for site in sites:
-                if site not in self._ids:
-                    self._ids[site] = len(self.all)
+                if site not in self.known:
+                    self.known[site] = len(self.all)
                     self.all.append(site)
-            ids = np.array([self._ids[site] for site in sites], np.int64)
-            self._latest = sites, ids
-        return ids
-
-    def find_id(self, site: Site) -> int:
-        """Return the id of a site; -1 of a stranger."""
-        return self._ids.get(site, -1)
-
-    def are_all(self, ids: Counts) -> bool:
-        """Return whether these, as `ids` gave them, are all sites that were shown so far, in the order of their ids."""
-        known, count, is_aligned = self._aligned
-        if known is not ids or count != len(self.all):
-            is_aligned = len(ids) == len(self.all) and bool((ids == np.arange(len(ids))).all())
-            self._aligned = ids, len(self.all), is_aligned
-        return is_aligned
+            ids = np.array([self.known[site] for site in sites], np.int64)
+            are_all = len(ids) == len(self.all) and bool((ids == np.arange(len(ids))).all())
+            self._latest = sites, ids, are_all
+        return ids, are_all
 
     def make_for_alike(self, key: Any) -> dict[Any, Any]:
         """Return what was made for steps of this key; the oldest are forgotten."""
@@ -94,47 +80,15 @@ class SiteIds:
         """Forget what was made for steps that are alike."""
         self._alike.clear()
 
-    def is_kind(self, kind: str) -> Mask:
-        """``[n]``: whether a site's tensor is of this kind: "output.0" is an "output"."""
-        mask = self._kinds.get(kind)
-        if mask is None or len(mask) < len(self.all):
-            tensors = [site.tensor for site in self.all]
-            mask = np.array([is_of_kind(tensor, kind) for tensor in tensors], bool)
-            self._kinds[kind] = mask
-        return mask
 
-    @property
-    def is_of_model(self) -> Mask:
-        """``[n]``: whether a site's name is empty."""
-        mask = self._kinds.get("")
-        if mask is None or len(mask) < len(self.all):
-            mask = self._kinds[""] = np.array([site.name == "" for site in self.all], bool)
-        return mask
+def make_once_for_alike(function: Callable[..., _Made]) -> Callable[..., _Made]:
+    """Ask a function of a step once for all steps that are alike: see `Step.make_for_alike`."""
 
-    def find_partner(self, kind: str, other: str, key: str = "", other_key: str = "") -> Counts:
-        """Return the id of the site of the other kind, of each site of a kind; -1 without one: see `Step.partner`."""
-        partners = self._partners.get((kind, other, key, other_key))
-        if partners is None or len(partners) < len(self.all):
-            partners = np.full(len(self.all), -1, np.int64)
-            for i in np.flatnonzero(self.is_kind(kind)).tolist():
-                name, tensor = self.all[i]
-                if key:
-                    module, _, last = name.rpartition(".")
-                    name = f"{module}.{other_key}".strip(".")
-                    if key not in ("*", last):
-                        continue
-                same = other + tensor[len(kind) :]
-                first = f"{same}.0" if key and other == "output" else same  # of a module with several outputs
-                partners[i] = self._ids.get(Site(name, same), self._ids.get(Site(name, first), -1))
-            self._partners[kind, other, key, other_key] = partners
-        return partners
+    @wraps(function)
+    def ask(step: Step, *arguments: Any) -> _Made:
+        return step.make_for_alike(function, *arguments)
 
-    def make_for_sites(self, function: Callable[..., _Made], step: Step, arguments: tuple[Any, ...]) -> _Made:
-        """Return what a function makes of the sites, made anew when there are more of them."""
-        known: tuple[int, _Made] | None = self._once.get((function, arguments))
-        if known is None or known[0] < len(self.all):
-            known = self._once[function, arguments] = len(self.all), function(step, *arguments)
-        return known[1]
+    return ask
 
 
 class Step:
@@ -165,32 +119,44 @@ class Step:
         self.rank = rank
         self.attempt = attempt
         self._frame = frame
-        self._ids = sites.ids(self._frame.sites)
+        self._ids, self._is_aligned = sites.ids(frame.sites)
         self._sites = sites
         self.sites: Sequence[Site] = sites.all
         self.losses = sites.losses
-        self._is_aligned = sites.are_all(self._ids)
         self._channels: dict[int, Stats[Array] | None] = {}
 
     def is_kind(self, kind: str) -> Mask:
         """``[n]``: whether a site's tensor is an "output", a "grad_output", a "param", ..., see attach."""
-        return self._sites.is_kind(kind)
+        return self.make_for_sites(_is_kind, kind)
 
+    @make_once_for_alike
     def find_fired(self, kind: str) -> Mask:
         """``[n]``: the sites of a kind that fired in this step."""
-        return self.make_for_alike(_find_fired, kind)
+        return self.is_kind(kind) & (self.calls > 0)
 
+    @make_once_for_alike
     def find_finite(self, kind: str) -> Mask:
         """``[n]``: the sites of a kind with finite values in this step."""
-        return self.make_for_alike(_find_finite, kind)
+        return self.is_kind(kind) & (self.totals.count > 0)
 
     def has_any(self, kinds: Sequence[str]) -> bool:
         """Return whether a site of one of these kinds fired in this step; of none of them: True."""
-        return not kinds or self.make_for_alike(_has_any, *kinds)
+        return not kinds or any(self.find_fired(kind).any() for kind in kinds)
 
+    @make_once_for_alike
     def list_finite(self, kind: str) -> list[int]:
         """The ids of the sites of a kind with finite values in this step, in order of execution."""
-        return self.make_for_alike(_list_finite, kind)
+        return self.put_in_order(self.find_finite(kind))
+
+    @make_once_for_alike
+    def find_fired_ids(self, kind: str) -> Counts:
+        """The ids of the sites of a kind that fired, ascending."""
+        return np.flatnonzero(self.find_fired(kind))
+
+    @make_once_for_alike
+    def find_finite_ids(self, kind: str) -> Counts:
+        """The ids of the sites of a kind with finite values, ascending."""
+        return np.flatnonzero(self.find_finite(kind))
 
     def make_for_alike(self, function: Callable[..., _Made], *arguments: Any) -> _Made:
         """Return what a function makes of which sites fired in this step, how often, in which order, and with values.
@@ -215,21 +181,20 @@ class Step:
 
     def make_for_sites(self, function: Callable[..., _Made], *arguments: Any) -> _Made:
         """Return what a function makes of the sites of this step, such as pairs of ids; made anew when sites appear."""
-        return self._sites.make_for_sites(function, self, arguments)
+        once, count = self._sites.once, len(self.sites)
+        known: tuple[int, _Made] | None = once.get((function, arguments))
+        if known is None or known[0] < count:
+            known = once[function, arguments] = count, function(self, *arguments)
+        return known[1]
 
     def find_id(self, name: str, tensor: str) -> int:
         """Return the id of a site; -1 where the run has shown no such one."""
-        return self._sites.find_id(Site(name, tensor))
+        return self._sites.known.get(Site(name, tensor), -1)
 
     @cached_property
     def sums(self) -> Array:
         """``[n]``: of the values of each site."""
         return self.totals.mean * self.totals.count
-
-    @property
-    def is_of_model(self) -> Mask:
-        """``[n]``: whether a site is of the model itself, and of none of its modules."""
-        return self._sites.is_of_model
 
     def find_partner(self, kind: str, other: str, key: str = "", other_key: str = "") -> Counts:
         """``[n]``: of each site of a kind, the id of that of another kind with the same name; -1 without one.
@@ -237,7 +202,7 @@ class Step:
         ``step.find_partner("output", "grad_output")``. With a key, of sites whose name ends with it ("*": any), that
         of the same module, or with another key in it: ``step.find_partner("param_grad", "grad_output", "bias")``.
         """
-        return self._sites.find_partner(kind, other, key, other_key)
+        return self.make_for_sites(_find_partner, kind, other, key, other_key)
 
     @cached_property
     def calls(self) -> Counts:
@@ -406,7 +371,7 @@ class Step:
     @cached_property
     def grad_norm(self) -> float | None:
         """The norm of all gradients, as `Snapshot.grad_norm`."""
-        chosen = self.make_for_alike(find_fired_ids, "param_grad")
+        chosen = self.find_fired_ids("param_grad")
         if not chosen.size:
             return None
         if self.has_nonfinite and self.totals.nans[chosen].any():
@@ -448,30 +413,24 @@ class Step:
         return result  # type: ignore[no-any-return]
 
 
-def _find_fired(step: Step, kind: str) -> Mask:
-    return step.is_kind(kind) & (step.calls > 0)
+def _is_kind(step: Step, kind: str) -> Mask:
+    return np.array([is_of_kind(site.tensor, kind) for site in step.sites], bool)
 
 
-def _find_finite(step: Step, kind: str) -> Mask:
-    return step.is_kind(kind) & (step.totals.count > 0)
-
-
-def _has_any(step: Step, *kinds: str) -> bool:
-    return any(step.find_fired(kind).any() for kind in kinds)
-
-
-def _list_finite(step: Step, kind: str) -> list[int]:
-    return step.put_in_order(step.find_finite(kind))
-
-
-def find_fired_ids(step: Step, kind: str) -> Counts:
-    """The ids of the sites of a kind that fired, ascending: for `Step.alike`."""
-    return np.flatnonzero(step.find_fired(kind))
-
-
-def find_finite_ids(step: Step, kind: str) -> Counts:
-    """The ids of the sites of a kind with finite values, ascending: for `Step.alike`."""
-    return np.flatnonzero(step.find_finite(kind))
+def _find_partner(step: Step, kind: str, other: str, key: str, other_key: str) -> Counts:
+    partners = np.full(len(step.sites), -1, np.int64)
+    for i in np.flatnonzero(step.is_kind(kind)).tolist():
+        name, tensor = step.sites[i]
+        if key:
+            module, _, last = name.rpartition(".")
+            name = f"{module}.{other_key}".strip(".")
+            if key not in ("*", last):
+                continue
+        same = other + tensor[len(kind) :]
+        first = f"{same}.0" if key and other == "output" else same  # of a module with several outputs
+        found = step.find_id(name, same)
+        partners[i] = step.find_id(name, first) if found < 0 else found
+    return partners
 
 
 def _has_whole_updates(step: Step) -> bool:
