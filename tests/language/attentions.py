@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-import hookstats
 from hookstats import Options, Snapshot
+from tests.rules import trainings
 
 ALL_ROWS = Options(strict=True, attention_rows=None)
 ORIGINAL = [F.scaled_dot_product_attention]  # in a list: a name of this file would be replaced, too
@@ -66,17 +66,9 @@ def batch(items: int = 2, length: int = 20) -> torch.Tensor:
 
 
 def train(model: nn.Module, steps: int = 1, run: Callable[..., Any] | None = None, **options: Any) -> list[Snapshot]:
-    options = {"tensors": ("attention",), "every": 1, "options": ALL_ROWS} | options
+    options = {"tensors": ("attention",), "options": ALL_ROWS} | options
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    found = []
-    with hookstats.attach(model, **options) as monitor:
-        for _ in range(steps):
-            (run or model)(batch()).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(monitor.step())
-        found += monitor.detach()
-    return [each for each in found if each is not None]
+    return trainings.train(model, lambda step: (run or model)(batch()).square().mean(), optimizer, steps, **options)
 
 
 def logits_of(attention: Attention, x: torch.Tensor) -> torch.Tensor:

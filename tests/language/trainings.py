@@ -12,6 +12,7 @@ import hookstats
 from hookstats import Snapshot
 from tests.language import zoo
 from tests.language.attentions import Block
+from tests.rules import trainings
 
 
 class Language(nn.Module):
@@ -39,21 +40,17 @@ def train(
     attending = [parameter for name, parameter in model.named_parameters() if "qkv" in name]
     others = [parameter for name, parameter in model.named_parameters() if "qkv" not in name]
     optimizer = torch.optim.AdamW([{"params": others}, {"params": attending}], 1e-3)
-    found = []
-    with hookstats.attach(model, **hookstats.presets.language_model(model), every=1) as monitor:
-        for step in range(steps):
-            if step == after:
-                optimizer.param_groups[1]["lr"] = 1.0
-            ids = (torch.arange(17) * torch.randint(1, 5, (8, 1), generator=generator)) % 32
-            if begin is not None:
-                ids[:, 0] = begin
-            loss = nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
-            (loss * scale).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(monitor.step(loss=loss))
-        found += monitor.detach()
-    return [each for each in found if each is not None]
+
+    def loss_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if step == after:
+            optimizer.param_groups[1]["lr"] = 1.0
+        ids = (torch.arange(17) * torch.randint(1, 5, (8, 1), generator=generator)) % 32
+        if begin is not None:
+            ids[:, 0] = begin
+        loss = nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        return loss, loss * scale
+
+    return trainings.train(model, loss_of, optimizer, steps, **hookstats.presets.language_model(model))
 
 
 def with_a_sink(model: Language) -> Language:
@@ -93,19 +90,15 @@ def mixture(steps: int, balance: float, without: int | None = None) -> list[Snap
     model = zoo.make("gpt_oss")
     gates, first = Gates(model), model.model.layers[0].mlp.router
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-    found = []
-    with hookstats.attach(model, **hookstats.presets.language_model(model), every=1) as monitor:
-        for _ in range(steps):
-            if without is not None:
-                with torch.no_grad():
-                    first.bias[without] = -50
-            loss = model(**zoo.batch()).loss
-            (loss + balance * gates.imbalance()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(monitor.step(loss=loss))
-        found += monitor.detach()
-    return [each for each in found if each is not None]
+
+    def loss_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if without is not None:
+            with torch.no_grad():
+                first.bias[without] = -50
+        loss = model(**zoo.batch()).loss
+        return loss, loss + balance * gates.imbalance()
+
+    return trainings.train(model, loss_of, optimizer, steps, **hookstats.presets.language_model(model))
 
 
 ILL: dict[str, Callable[[], list[Snapshot]]] = {

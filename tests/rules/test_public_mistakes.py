@@ -1,4 +1,4 @@
-"""Mistakes that people described in public: each is named, by its rule and in words, and its healthy twin is not."""
+"""The collection of trainings: each mistake is named, by its rule and in words, and healthy ones are told nothing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,22 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.illnesses import HEALTHY, ILL, alarms, diagnosis, thinned
+from benchmarks.illnesses import HEALTHY, ILL, Training, alarms, diagnosis, more, thinned
+from benchmarks.illnesses.training import healthy, lines
 from hookstats import Snapshot
-from hookstats.rules import Finding, judge, loss_spike, nonfinite, outlier_channels, story, vanishing_gradients
+from hookstats.rules import (
+    Finding,
+    defaults,
+    judge,
+    loss_spike,
+    nonfinite,
+    outlier_channels,
+    story,
+    vanishing_gradients,
+)
 from tests.rules.test_guards import step_of
 from tests.rules.test_spikes import found_in
-from tests.rules.trainings import train
+from tests.rules.trainings import OnDigits, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -248,6 +258,62 @@ def test_a_healthy_training_sets_off_no_alarm_and_is_told_nothing_of_a_fault_who
 )
 def test_what_may_be_meant_is_a_note_at_most(name: str, rule: str) -> None:
     assert {each.severity for each in found_of(name) if each.rule == rule} <= {"note"}
+
+
+def test_the_digits_cnn_is_healthy() -> None:
+    torch.manual_seed(0)
+    demo = pytest.importorskip("examples.digits")
+    images, labels, *_ = demo.digits(torch.device("cpu"))
+    model = demo.cnn()
+    loss_of = OnDigits(model, shape=(1, 8, 8))
+    loss_of.images, loss_of.labels = images, labels
+    snapshots = train(model, loss_of, torch.optim.Adam(model.parameters(), lr=2e-3), 200)
+    assert snapshots[-1].scalars["loss"] < 0.2
+    assert alarms(judge(snapshots)) == []
+
+
+def test_a_small_llama_in_bfloat16_is_healthy() -> None:
+    torch.manual_seed(0)
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=86, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+
+    def loss_of(step: int) -> torch.Tensor:
+        batch = lines(8, 32)
+        return model(input_ids=batch, labels=batch).loss
+
+    snapshots = train(model, loss_of, torch.optim.AdamW(model.parameters(), lr=1e-3), 200)
+    assert snapshots[-1].scalars["loss"] < 0.6 * snapshots[0].scalars["loss"]
+    assert alarms(judge(snapshots)) == []
+
+
+@pytest.mark.parametrize("each", ILL.values(), ids=lambda each: each.key)
+def test_an_illness_trains_two_steps_and_has_the_places_that_are_expected(each: Training) -> None:
+    setup = each.make()
+    names = {
+        name for kind in ("modules", "parameters", "buffers") for name, _ in getattr(setup.model, f"named_{kind}")()
+    }
+    assert set(each.where or ()) <= names
+    for step in range(2):
+        assert isinstance(setup.step(step), torch.Tensor)
+
+
+def test_rules_that_would_be_right_exist() -> None:
+    known = {each.name for each in defaults()}
+    wanted = set().union(*(each.rules for each in ILL.values()))
+    assert wanted <= known, f"no rule has these names: {sorted(wanted - known)}"
+
+
+def test_no_training_is_in_both_halves_or_registered_twice() -> None:
+    halves = [{each.name for each in ILL.values() if each.is_unseen == half} for half in (False, True)]
+    assert not halves[0] & halves[1]
+    assert {each.name for each in ILL.values() if each.change.__module__ == more.__name__} <= halves[1]
+    assert {each.is_unseen for each in HEALTHY.values()} == {False, True}
+    with pytest.raises(ValueError, match="expected a new name for a training, got mlp_adam again"):
+        healthy("digits")(HEALTHY["mlp_adam"].change)
 
 
 def test_one_row_that_is_not_finite_is_no_matter_of_weights() -> None:
