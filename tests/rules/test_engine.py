@@ -151,11 +151,12 @@ def judged_in_pieces(snapshots: list[Snapshot], rules: list[Any] | None = None) 
     [
         lambda: ILL["jump_of_a_language_model"].run().snapshots,
         lambda: ILL["relus_that_adam_has_killed"].run().snapshots,
+        lambda: ILL["gradients_of_one_layer_times_eight.mlp"].run().snapshots[:60],
         lambda: drifting.snapshots("a_rank_that_clips_alone"),
         lambda: trainings.ILL["a_balancing_loss_of_the_wrong_sign"](),
         lambda: trainings.ILL["a_learning_rate_of_queries_and_keys_that_spikes"](),
     ],
-    ids=["jump", "dead", "drift", "experts", "attention"],
+    ids=["jump", "dead", "biases", "drift", "experts", "attention"],
 )
 def test_a_judge_that_is_stopped_at_any_step_and_restored_finds_the_same(make: Any) -> None:
     snapshots = make()

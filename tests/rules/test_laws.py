@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from hookstats import Snapshot
-from hookstats.rules import Finding, Judge, bias_gradient, judge
+from hookstats.rules import Finding, bias_gradient, judge
 from hookstats.rules.laws import find_sides_of_biases
 from hookstats.rules.ratios import residuals
 from hookstats.rules.step import SiteIds, Step
@@ -202,18 +201,6 @@ def test_a_shared_layer_that_others_are_like_is_judged() -> None:
     ill = Shared()
     (found,) = judged(ill, before=times(ill, "one", 3.0, since=20))
     assert (found.site, found.severity, found.step) == (("one.bias", "param_grad"), "critical", 21)
-
-
-def test_a_run_that_is_restored_in_between_finds_the_same() -> None:
-    ill = model()
-    taken = snapshots_of(ill, before=times(ill, "5", 8.0, since=20))
-    judge_, found = Judge([bias_gradient]), []
-    for snapshot in taken:
-        found += judge_.judge(snapshot)
-        state = json.loads(json.dumps(judge_.state()))
-        judge_ = Judge([bias_gradient])
-        judge_.restore(state)
-    assert [each.step for each in found] == [21]
 
 
 def test_healthy_trainings_keep_the_law() -> None:
