@@ -11,7 +11,7 @@ from torch.nn.attention import flex_attention as flex
 
 from hookstats import _native
 from hookstats.language.feeding import Fed
-from hookstats.language.interception import Entering, Interception, Leaving, forget_left_attentions
+from hookstats.language.interception import AttentionMark, Interception, mark_of
 from hookstats.language.rows import AttentionRows, attention_rows, check_shapes, explain_problem, measure_logits_rows
 from hookstats.modules import order
 from hookstats.modules.channels import ChannelAxis
@@ -146,18 +146,16 @@ class _Watching:
     """A handle: a monitor watches a module until it is removed."""
 
     def __init__(self, module: nn.Module, attention: Attention) -> None:
-        hooks = module._forward_pre_hooks.values()
         self._attention = attention
-        self._entering = next((hook for hook in hooks if isinstance(hook, Entering)), None) or Entering()
-        if not self._entering.watchers:
-            entering = order.register(module, self._entering, on_inputs=True)
-            self._entering.handles = [entering, order.register(module, Leaving(self._entering))]
-        self._entering.watchers = (*self._entering.watchers, attention)
+        self._mark = mark_of(module) or AttentionMark()
+        if not self._mark.watchers:
+            self._mark.handle = order.register(module, self._mark, on_inputs=True)
+        self._mark.watchers = (*self._mark.watchers, attention)
 
     def remove(self) -> None:
-        self._entering.watchers = tuple(each for each in self._entering.watchers if each is not self._attention)
-        for handle in () if self._entering.watchers else self._entering.handles:
-            handle.remove()
+        self._mark.watchers = tuple(each for each in self._mark.watchers if each is not self._attention)
+        if not self._mark.watchers:
+            self._mark.handle.remove()
 
 
 def _find_weights_owner(name: str, modules: dict[str, nn.Module]) -> nn.Module:
@@ -201,7 +199,7 @@ class Attentions:
             raise TypeError(
                 f"attention: expected two tensors and a name, got {type(q).__name__}, {type(k).__name__} and {name!r}"
             )
-        if not self.binder.measures_now() or is_a_mere_shape(q) or order.is_recomputing():
+        if not self.binder.measures_now() or is_a_mere_shape(q) or _native.backward_is_running():
             return
         if not q.is_nested and not k.is_nested:
             check_shapes(local_part(q), local_part(k), local_part(mask))
@@ -228,4 +226,3 @@ class Attentions:
         self._turn += 7919  # a prime: neighbouring steps look at rows that lie apart
         for turn in self._turns.values():
             turn.fill_(self._turn)
-        forget_left_attentions()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hookstats.modules import order
+from hookstats import _native
 from hookstats.watch.binding import SiteBinder
 from hookstats.watch.graphs import is_measured
 from hookstats.watch.hooks import FedHook, SiteSpec
@@ -31,7 +31,7 @@ class Fed:
         """Return whether what runs now is measured. Can be traced."""
         if torch.compiler.is_compiling():
             return is_measured(self.hooks[0])
-        if not self._binder.measures_now() or order.is_recomputing() or torch._C._is_tracing():
+        if not self._binder.measures_now() or _native.backward_is_running() or torch._C._is_tracing():
             return False
         return torch._guards.TracingContext.try_get() is None
 

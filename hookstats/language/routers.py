@@ -42,6 +42,7 @@ def _compute(
     experts: int,
     top_k: int,
 ) -> list[torch.Tensor]:
+    """Return entropies, margins where there are some, the load, and at last 1: 0 where it has failed in a graph."""
     with torch.no_grad():
         found: list[torch.Tensor] = []
         if logits is not None:
@@ -59,7 +60,7 @@ def _compute(
             load = torch.zeros(experts, dtype=torch.float32, device=chosen.device)
             load.scatter_add_(0, chosen.clamp(0, experts - 1).reshape(-1), is_one.float().reshape(-1))
             found.append(load[None])
-        return found
+        return [*found, torch.ones(1, dtype=torch.int32, device=found[0].device)]
 
 
 def _infer_shapes(
@@ -74,24 +75,13 @@ def _infer_shapes(
         found = [logits.new_empty((*logits.shape[:-1], 1), dtype=dtype) for _ in range(numbers)]
     if chosen is not None or top_k:
         found.append(some.new_empty((1, experts), dtype=torch.float32))
-    return found
-
-
-def _compute_in_graph(logits: torch.Tensor | None, chosen: torch.Tensor | None, *how: Any) -> list[torch.Tensor]:
-    """The same, and 1 behind it."""
-    found = _compute(logits, chosen, *how)
-    return [*found, torch.ones(1, dtype=torch.int32, device=found[0].device)]
-
-
-def _infer_shapes_in_graph(logits: torch.Tensor | None, chosen: torch.Tensor | None, *how: Any) -> list[torch.Tensor]:
-    found = _infer_shapes(logits, chosen, *how)
-    return [*found, found[0].new_empty((1,), dtype=torch.int32)]
+    return [*found, some.new_empty((1,), dtype=torch.int32)]
 
 
 _operator = operator(
     "router_rows(Tensor? logits, Tensor? chosen, Tensor? row_index, Tensor? kept, int experts, int top_k) -> Tensor[]",
-    _compute_in_graph,
-    _infer_shapes_in_graph,
+    _compute,
+    _infer_shapes,
 )
 
 
@@ -129,26 +119,20 @@ class RouterSites(Fed):
             return
         if torch.compiler.is_compiling():
             if type(some) is torch.Tensor:
-                self._feed(_operator, logits, chosen, some.device)
+                self._feed(logits, chosen, some.device)
         else:
             self.carefully(self._see, logits, chosen, some.device)
 
     def _see(self, logits: torch.Tensor | None, chosen: torch.Tensor | None, device: torch.device) -> None:
         logits, chosen = local_part(logits), local_part(chosen)
         if not any(is_a_mere_shape(each) for each in (logits, chosen) if each is not None):
-            self._feed(_compute, logits, chosen, device)
+            self._feed(logits, chosen, device)
 
-    def _feed(
-        self,
-        compute: Callable[..., list[torch.Tensor]],
-        logits: torch.Tensor | None,
-        chosen: torch.Tensor | None,
-        device: torch.device,
-    ) -> None:
+    def _feed(self, logits: torch.Tensor | None, chosen: torch.Tensor | None, device: torch.device) -> None:
         rows, row = rows_on(device, self.monitor), None
-        found = compute(logits, chosen, *(rows or (None, None)), self.experts, self.top_k)
-        if compute is _operator:
-            *found, there = found
+        compute: Callable[..., list[torch.Tensor]] = _operator if torch.compiler.is_compiling() else _compute
+        *found, there = compute(logits, chosen, *(rows or (None, None)), self.experts, self.top_k)
+        if torch.compiler.is_compiling():
             rows = _count_all(found[0], there) if rows is None else (rows[0], rows[1] * there)
             row = _count_all(found[-1], there)
         if logits is not None:
@@ -226,7 +210,7 @@ class Routers:
             return
         check_types(name, logits, chosen, experts, top_k)
         some = chosen if logits is None else logits
-        if not self.binder.measures_now() or is_a_mere_shape(some) or order.is_recomputing():
+        if not self.binder.measures_now() or is_a_mere_shape(some) or _native.backward_is_running():
             return
         experts, top_k = check_shapes(local_part(logits), local_part(chosen), experts, top_k)
         if found is None:

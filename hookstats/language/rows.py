@@ -9,6 +9,7 @@ import torch
 
 from hookstats import _native
 from hookstats._warn import WarnOnce
+from hookstats.watch.ignoring import rows_of
 
 MOST_TOP_K = 16  # of csrc/softmax.h
 _PIECE_BYTES = 8 << 20  # of logits at a time
@@ -31,7 +32,7 @@ class AttentionRows(NamedTuple):
     bound: torch.Tensor | None
 
 
-def rows_of(length: int, rows: int | None) -> int:
+def count_rows(length: int, rows: int | None) -> int:
     """Return how many of `length` queries are looked at."""
     return length if rows is None else min(length, rows)
 
@@ -112,8 +113,7 @@ def _select_queries(
     left = select_counted(len(largest) * queries, row_index, kept)
     if left is not None:
         counted &= left.reshape(len(largest), queries).index_select(1, at)
-    first = counted.reshape(-1).to(torch.uint8).argsort(descending=True, stable=True).to(torch.int32)
-    return first.reshape(counted.shape), counted.sum(dtype=torch.int32).reshape(1)
+    return rows_of(counted)
 
 
 def _apply_mask(logits: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor) -> None:
@@ -209,7 +209,7 @@ def measure_logits_rows(
     """The same, where there are logits: ``[batch, heads, queries, keys]``, of which the smallest numbers are masked."""
     row_index, kept = ignoring or (None, None)
     compute = _of_logits if torch.compiler.is_compiling() else _compute_of_logits
-    numbers, index, count = compute(logits, turn, row_index, kept, rows_of(logits.shape[2], rows))
+    numbers, index, count = compute(logits, turn, row_index, kept, count_rows(logits.shape[2], rows))
     return AttentionRows(numbers[0], numbers[1], numbers[2], index, count, None)
 
 
@@ -240,7 +240,7 @@ def attention_rows(
     row_index, kept = ignoring or (None, None)
     compute = _operator if torch.compiler.is_compiling() else _compute
     numbers, index, count, bound = compute(
-        q, k, mask, turn, row_index, kept, rows_of(q.shape[2], rows), is_causal, scale, softcap
+        q, k, mask, turn, row_index, kept, count_rows(q.shape[2], rows), is_causal, scale, softcap
     )
     return AttentionRows(numbers[0], numbers[1], numbers[2], index, count, bound)
 

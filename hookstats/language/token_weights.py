@@ -20,8 +20,8 @@ from hookstats.modules.containers import walk
 from hookstats.modules.sharding import is_dtensor
 from hookstats.numbers.token_weights import NAMES
 from hookstats.watch.binding import SiteBinder
-from hookstats.watch.guards import Rows
 from hookstats.watch.hooks import FedGradientHook, SiteSpec
+from hookstats.watch.ignoring import rows_of
 from hookstats.watch.wrappers import is_a_mere_shape
 
 KIND = "token_weights"
@@ -85,7 +85,7 @@ class TokenWeightsHook(order.ModuleHook, Fed):
             *numbers, losses, counts = weights(rows, _take_rows(gradient, index), gradient)
         for hook, number in zip(self.hooks, numbers, strict=False):
             hook.feed(number.reshape(1, 1), None)
-        self.hooks[-1].feed(losses[:, None], _find_first(counts))
+        self.hooks[-1].feed(losses[:, None], rows_of(counts))
 
 
 def find_logits(output: Any) -> torch.Tensor | None:
@@ -149,9 +149,3 @@ def weights(rows: torch.Tensor, some: torch.Tensor, gradient: torch.Tensor) -> t
     weight = torch.where(fits, weight, 0.0)
     count = torch.maximum((gradient.index_select(-1, entries) != 0).any(-1).sum(), (least != 0).sum())
     return weight, weight * count, weight * gradient[..., 0].numel(), losses[:, 0] * weight, (least[:, 0] != 0) & fits
-
-
-def _find_first(counts: torch.Tensor) -> Rows:
-    """The rows that count, as `ignoring` has them."""
-    left_first = (~counts).to(torch.uint8).argsort(stable=True).to(torch.int32)
-    return left_first, counts.sum(dtype=torch.int32).reshape(1)

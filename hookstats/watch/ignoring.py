@@ -141,5 +141,10 @@ def _rows(ignored: torch.Tensor, device: torch.device, wanted: bool) -> Rows:
             nothing = torch.zeros(ignored.shape, dtype=torch.int32, device=device)
             return nothing, torch.zeros(1, dtype=torch.int32, device=device)
         ignored = ignored.to(device, non_blocking=device.type != "cpu")  # the CPU would not wait for what it reads
-        left_first = ignored.reshape(-1).to(torch.uint8).argsort(stable=True).to(torch.int32).reshape(ignored.shape)
-        return left_first, ignored.logical_not().sum(dtype=torch.int32).reshape(1)
+        return rows_of(ignored.logical_not())
+
+
+def rows_of(counted: torch.Tensor) -> Rows:
+    """The rows of a mask that count, before the others."""
+    first = counted.reshape(-1).logical_not().to(torch.uint8).argsort(stable=True).to(torch.int32)
+    return first.reshape(counted.shape), counted.sum(dtype=torch.int32).reshape(1)

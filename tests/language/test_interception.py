@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import types
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import hookstats
-from hookstats.language import interception
 from tests.language import attentions
 from tests.language.attentions import ALL_ROWS, ORIGINAL, Attention, batch, model_of, train
 
@@ -93,7 +90,7 @@ def test_a_forward_that_fails_leaves_nothing_behind() -> None:
         assert snapshot["attention", "attention.bound"].total.count == 160
 
 
-def test_what_an_exception_left_behind_is_forgotten() -> None:
+def test_what_runs_after_an_exception_is_not_of_the_attention_that_raised_it() -> None:
     class Failing(Attention):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             raise KeyError("mine")
@@ -106,16 +103,6 @@ def test_what_an_exception_left_behind_is_forgotten() -> None:
         q = torch.randn(1, 2, 4, 8)
         F.scaled_dot_product_attention(q, q, q)  # is nobody's
         assert monitor.snapshot().order == []
-    outer, inner = interception_of(), interception_of()
-    interception.enter(outer)
-    interception.enter(inner)  # which an exception leaves
-    interception.leave(outer)
-    assert interception._running.stack == []
-    interception.leave(inner)
-
-
-def interception_of() -> Any:
-    return types.SimpleNamespace(watchers=())
 
 
 def test_threads_have_attentions_of_their_own() -> None:
@@ -136,3 +123,21 @@ def test_threads_have_attentions_of_their_own() -> None:
     for monitor, heads in zip(monitors, (2, 4), strict=True):
         assert monitor.snapshot()["0.attention", "attention.bound"].total.count == 20 * 2 * heads * 20
         assert monitor.detach()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_an_attention_whose_graph_breaks_is_seen(whole: bool) -> None:
+    class Broken(Attention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (y.unflatten(-1, (4, 8)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+            torch._dynamo.graph_break()
+            return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    torch._dynamo.reset()
+    model = nn.Sequential(Broken(), nn.Linear(32, 32))
+    if not whole:
+        model[0].compile(backend="aot_eager")
+    snapshots = train(model, 3, run=torch.compile(model, backend="aot_eager") if whole else model, every=2)
+    assert [each.step for each in snapshots] == [0, 2]
+    for snapshot in snapshots:
+        assert snapshot["0", "attention.bound"].total.count == 2 * 4 * 20
