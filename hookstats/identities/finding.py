@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from hookstats.identities.runs import (
     join_name,
     list_tensors,
     place_of,
-    scale,
     scale_output,
+    scale_terms,
     spreads,
 )
+from hookstats.identities.spreads import find_owner
 from hookstats.identities.terms import Identity, Term
 from hookstats.modules.heads import KEY_HEADS, SIZES_OF_HEADS, find_heads, read_number
 
@@ -78,13 +80,13 @@ class _Finding:
         self._runs = runs
         self._model = runs.model
         self._generator = torch.Generator().manual_seed(0)
-        self._carriers: dict[str, list[tuple[str, int, float]]] = {}  # of a producer: parameter, dim, offset
+        self._carriers: dict[str, list[Term]] = {}  # of a producer, by its own names of parameters, all channels
         self._inside: list[Identity] = []
         self._shared = _find_shared(runs.model)
 
     def find_all(self) -> list[Identity]:
         self._runs.visit(self._find_carriers)
-        self._runs.visit(self._find_inside)
+        self._runs.visit(lambda name: self._inside.extend(find_identities_inside(self._runs, name, self._generator)))
         alone: dict[str, list[ChannelPart]] = {}  # parts that no reader undoes, by the parent of their module
         found: list[Identity] = []
         for names in _group_alike(self._model, self._carriers):
@@ -92,10 +94,10 @@ class _Finding:
             proved, failed = self._cut_parts(first)
             found += [identity for _, identity in proved]
             for part in failed:
-                alone.setdefault(_find_parent(first), []).append(part)
+                alone.setdefault(find_owner(first), []).append(part)
             found += self._repeat([part for part, _ in proved], others)
             for name in others:
-                alone.setdefault(_find_parent(name), []).extend(ChannelPart(name, each.channels) for each in failed)
+                alone.setdefault(find_owner(name), []).extend(ChannelPart(name, each.channels) for each in failed)
         found += self._find_pairs(alone)
         return self._filter_proved(
             [each for each in (*found, *self._inside) if not self._shared.intersection(each.parameters)]
@@ -116,16 +118,11 @@ class _Finding:
     def _is_same(self, identities: list[Identity], filled: dict[str, torch.Tensor], expected: Any) -> bool:
         own = {**dict(self._model.named_parameters()), **filled}
         largest = 2 if any(each.dtype == torch.float16 for each in own.values()) else 7
-        changed: dict[str, torch.Tensor] = {}
+        sides = []
         for each in identities:
             powers = draw_powers_of_two(max(each.groups, 2), self._generator, largest)[: each.groups]
-            for side, factors in ((each.left, powers), (each.right, 1 / powers)):
-                for term in side:
-                    before = changed.get(term.parameter, own[term.parameter].detach())
-                    every = torch.ones(before.shape[term.dim], dtype=torch.float64)
-                    every[term.places] = factors[term.groups]
-                    changed[term.parameter] = _scale_parameter(before, term.dim, every, term.offset)
-        output = self._runs.run_with(filled | changed)
+            sides += [(each.left, powers), (each.right, 1 / powers)]
+        output = self._runs.run_with(filled | scale_terms(own, *sides))
         if not any(term.offset for each in identities for term in each.left):
             return is_same(output, expected)
         pairs = zip(list_tensors(output), list_tensors(expected), strict=True)
@@ -150,9 +147,8 @@ class _Finding:
             if is_same(wanted, plain):
                 return  # it is 0
             for carriers in _list_candidates(own, len(powers)):
-                changed = own | {key: _scale_parameter(own[key], d, powers, offset) for key, d, offset in carriers}
-                got = self._runs.call(name, changed)
-                offset = any(each[2] for each in carriers)
+                got = self._runs.call(name, own | scale_terms(own, (carriers, powers)))
+                offset = any(each.offset for each in carriers)
                 if is_same(got, wanted) or (offset and _is_close(got, wanted)):
                     self._carriers[name] = carriers
                     self._runs.dims[name] = dim
@@ -188,7 +184,7 @@ class _Finding:
 
     def _split_fused(self, name: str, every: torch.Tensor) -> Iterator[torch.Tensor]:
         width = len(every)
-        parent = self._find_module(_find_parent(name))
+        parent = self._model.get_submodule(find_owner(name))
         heads = find_heads(parent)
         if heads and width % (3 * heads) == 0:
             yield from (each.reshape(-1) for each in every.view(heads, 3, -1).unbind(1))
@@ -199,9 +195,6 @@ class _Finding:
         for count in (2, 3):
             if width % count == 0 and width > count:
                 yield from every.chunk(count)
-
-    def _find_module(self, name: str) -> nn.Module:
-        return self._model.get_submodule(name)
 
     def _prove(self, parts: list[ChannelPart]) -> list[Identity] | None:
         """Prove at once that the scale of each part is undone by what reads it."""
@@ -257,12 +250,9 @@ class _Finding:
 
     def _make_terms(self, part: ChannelPart, groups: torch.Tensor) -> tuple[Term, ...]:
         return tuple(
-            Term(join_name(part.module, key), dim, part.channels, groups, offset)
-            for key, dim, offset in self._carriers[part.module]
+            Term(join_name(part.module, each.parameter), each.dim, part.channels, groups, each.offset)
+            for each in self._carriers[part.module]
         )
-
-    def _find_inside(self, name: str) -> None:
-        self._inside += find_identities_inside(self._runs, name, self._generator)
 
     # Pairs
 
@@ -326,8 +316,8 @@ class _Finding:
         """Yield groups of channels, the finest first: channels, pairs that are rotated together, heads."""
         every = torch.arange(count)
         yield every
-        said = read_number((self._find_module(parent),), SIZES_OF_HEADS)
-        heads = find_heads(self._find_module(parent))
+        said = read_number((self._model.get_submodule(parent),), SIZES_OF_HEADS)
+        heads = find_heads(self._model.get_submodule(parent))
         sizes = [
             size for size in dict.fromkeys((said, count // heads if heads else None, count, 64, 128, 32, 16, 8)) if size
         ]
@@ -341,17 +331,18 @@ class _Finding:
             yield every // size
 
 
-def _list_candidates(own: dict[str, torch.Tensor], width: int) -> Iterator[list[tuple[str, int, float]]]:
-    """Yield which of a module's parameters may carry the channels of its output: name, dimension, offset."""
-    vectors = [key for key, each in own.items() if each.dim() == 1 and len(each) == width]
+def _list_candidates(own: dict[str, torch.Tensor], width: int) -> Iterator[list[Term]]:
+    """Yield which of a module's parameters may carry the channels of its output."""
+    every = torch.arange(width)
+    vectors = [Term(key, 0, every, every) for key, each in own.items() if each.dim() == 1 and len(each) == width]
     for key, each in own.items():
         for dim in range(each.dim() if each.dim() > 1 else 0):
             if each.shape[dim] == width:
-                yield [(key, dim, 0.0), *((vector, 0, 0.0) for vector in vectors)]
+                yield [Term(key, dim, every, every), *vectors]
     if vectors:
-        yield [(vector, 0, 0.0) for vector in vectors]
+        yield vectors
     if len(vectors) == 1:
-        yield [(vectors[0], 0, 1.0)]
+        yield [replace(vectors[0], offset=1.0)]
 
 
 def _group_alike(model: nn.Module, names: Iterable[str]) -> list[list[str]]:
@@ -364,18 +355,8 @@ def _group_alike(model: nn.Module, names: Iterable[str]) -> list[list[str]]:
     return list(found.values())
 
 
-def _find_parent(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
 def _is_overlapping(left: ChannelPart, right: ChannelPart) -> bool:
     return left.module == right.module and bool(torch.isin(left.channels, right.channels).any())
-
-
-def _scale_parameter(parameter: torch.Tensor, dim: int, powers: torch.Tensor, offset: float) -> torch.Tensor:
-    return (
-        scale(parameter.detach() + offset, dim, powers) - offset if offset else scale(parameter.detach(), dim, powers)
-    )
 
 
 def _is_close(left: Any, right: Any) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from hookstats.modules.order import ModuleHook
+from hookstats.identities.terms import Term
 from hookstats.tools.undo import ModuleState, RandomState, clear_autocast_cache, eager, pause_statistics
 
 
@@ -53,14 +54,6 @@ class _Touched(Exception):
     """The scale has reached what does not undo it."""
 
 
-class _Hook(ModuleHook):
-    def __init__(self, function: Callable[..., Any], name: str) -> None:
-        self._function, self._name = function, name
-
-    def __call__(self, module: nn.Module, *given: Any) -> Any:
-        return self._function(self._name, module, *given)
-
-
 def draw_powers_of_two(count: int, generator: torch.Generator, largest: int = 2) -> torch.Tensor:
     """Return float64[count], not all the same: 2 to the power of at most `largest`, or over it."""
     exponents = torch.randint(-largest, largest + 1, (count,), generator=generator)
@@ -93,6 +86,23 @@ def scale(tensor: torch.Tensor, dim: int, powers: torch.Tensor) -> torch.Tensor:
     return tensor * powers.to(tensor.device, tensor.dtype).view(shape)
 
 
+def scale_terms(
+    tensors: Mapping[str, torch.Tensor], *sides: tuple[Iterable[Term], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors that terms are of, with their entries times powers of two, one for each group."""
+    changed: dict[str, torch.Tensor] = {}
+    for terms, powers in sides:
+        for term in terms:
+            before = changed.get(term.parameter, tensors[term.parameter].detach())
+            every = torch.ones(before.shape[term.dim], dtype=torch.float64)
+            every[term.places] = powers[term.groups]
+            if term.offset:
+                before = before + term.offset
+            after = scale(before, term.dim, every)
+            changed[term.parameter] = after - term.offset if term.offset else after
+    return changed
+
+
 def scale_output(output: Any, dim: int, powers: torch.Tensor) -> Any:
     """Return a module's output with its first floating tensor scaled."""
     leaves, spec = tree_flatten(output)
@@ -117,7 +127,9 @@ class RepeatableModel:
         self._random = RandomState(model, devices)
         self._devices = devices
         self._busy = False  # a module is tried by itself
-        self.modules = {name: module for name, module in model.named_modules() if _own_parameters(module)}
+        self.modules = {
+            name: module for name, module in model.named_modules() if list(module.parameters(recurse=False))
+        }
         self.calls: dict[str, list[Call]] = {}
         self._inputs: dict[str, list[Any]] = {}  # of calls that have not returned
         self.dims: dict[str, int] = {}  # along which a producer's channels lie: -1, or 1
@@ -309,10 +321,9 @@ class RepeatableModel:
         handles: list[Any] = []
         with torch.no_grad(), pause_statistics(self.model), eager(), clear_autocast_cache():
             for name, function in before.items():
-                hook = _Hook(function, name)
-                handles.append(self.modules[name].register_forward_pre_hook(hook, with_kwargs=True))
+                handles.append(self.modules[name].register_forward_pre_hook(partial(function, name), with_kwargs=True))
             for name, function in after.items():
-                handles.append(self.modules[name].register_forward_hook(_Hook(function, name), with_kwargs=True))
+                handles.append(self.modules[name].register_forward_hook(partial(function, name), with_kwargs=True))
             is_fast = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)  # it is taken or not by what hooks are there
             try:
@@ -347,10 +358,6 @@ def place_of(name: str) -> str:
 def join_name(module: str, parameter: str) -> str:
     """Return a parameter's name in the model."""
     return f"{module}.{parameter}" if module else parameter
-
-
-def _own_parameters(module: nn.Module) -> bool:
-    return any(each is not None for each in module._parameters.values())
 
 
 def _copy_tensors(value: Any) -> Any:

@@ -12,6 +12,7 @@ from hookstats import _native
 from hookstats.identities.runs import list_tensors
 from hookstats.identities.terms import COARSEST, UNIT, Identity
 from hookstats.modules.order import ModuleHook
+from hookstats.watch.memory import local_part
 
 _ROWS = 64  # of a tensor, along one dimension, of which squares are taken
 _TOKENS = 256  # at least, over all dimensions but that of channels
@@ -121,26 +122,23 @@ class SpreadHook(ModuleHook):
             for key, each in module._parameters.items()
             if each is not None and not each.is_inference()
         }
-        y = _get_local(outputs[0])
+        y = local_part(outputs[0])
         self.dtypes.add(y.dtype)
         if torch.is_autocast_enabled(y.device.type):  # what lies between two modules, such as attention
             self.dtypes.add(torch.get_autocast_dtype(y.device.type))
         # Where a tensor has no channels beside its rows, both dimensions would be one; a rank's part may lack some.
-        dims = [dim for dim in self._channels if (dim == -1 or y.dim() > 2) and self._has(y, dim)]
+        dims = [dim for dim in self._channels if (dim == -1 or y.dim() > 2) and self._last[dim] < y.shape[dim]]
         if not dims and not self._is_reader:
             return
-        x = next(map(_get_local, args if args and isinstance(args[0], torch.Tensor) else list_tensors(args)), None)
+        x = next(map(local_part, args if args and isinstance(args[0], torch.Tensor) else list_tensors(args)), None)
         is_known = bool(dims) and x is not None and x.dim() and x.dtype in _native.DTYPES and x.device == y.device
         plan, sums = self._measure(y, dims, x if is_known else None)
 
         def add_gradient(gradient: torch.Tensor) -> torch.Tensor | None:
-            self._see_carefully(self._add, plan, sums, _get_local(gradient))
+            self._see_carefully(self._add, plan, sums, local_part(gradient))
             return gradient if torch.compiler.is_compiling() else None  # compiled autograd would replace it by None
 
         outputs[0].register_hook(add_gradient)
-
-    def _has(self, y: torch.Tensor, dim: int) -> bool:
-        return self._last[dim] < y.shape[dim]
 
     def _add(self, plan: SpreadPlan, sums: torch.Tensor, gradient: torch.Tensor) -> None:
         own = self._measure(gradient, [*plan.channels], gradient if self._is_reader else None)
@@ -209,9 +207,9 @@ def find_unit(identity: Identity, spreads: Mapping[str, SpreadHook], parameters:
     return max(unit, _TF32) if any(each.is_cuda for each in tensors) and _uses_tf32() else unit
 
 
-def find_owner(parameter: str) -> str:
-    """Return the name of the module that has a parameter."""
-    return parameter.rpartition(".")[0]
+def find_owner(name: str) -> str:
+    """Return the name of the module that has a parameter, or a module."""
+    return name.rpartition(".")[0]
 
 
 def _uses_tf32() -> bool:
@@ -228,9 +226,3 @@ def _choose_tokens(shape: torch.Size, but: int) -> Any:
     longest = max(others, key=shape.__getitem__, default=0)
     step = min(shape.numel() // max(shape[but], 1) // _TOKENS, shape[longest] // _ROWS) if others else 1
     return (slice(None),) * longest + (slice(None, None, step),) if step > 1 else None
-
-
-def _get_local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's part of a DTensor, or the tensor."""
-    local = getattr(tensor, "_local_tensor", None)
-    return local if isinstance(local, torch.Tensor) else tensor
