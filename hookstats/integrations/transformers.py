@@ -102,7 +102,8 @@ class HookStats(Attached, TrainerCallback):  # type: ignore[misc]
 
     def _leave(self, error: BaseException | None = None) -> None:
         self._is_in_step = False
-        _stop_listening(self)
+        _listening.discard(self)
+        _put_back()
         self._detach(error)
 
 
@@ -135,11 +136,6 @@ def _listen(callback: HookStats) -> None:
             _in_place.add(name)
             _wrapped[name] = getattr(Accelerator, name)
             setattr(Accelerator, name, method)
-
-
-def _stop_listening(callback: HookStats) -> None:
-    _listening.discard(callback)
-    _put_back()
 
 
 def _put_back() -> None:

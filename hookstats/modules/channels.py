@@ -117,12 +117,9 @@ def find_input_channels(module: nn.Module, wanted: int | None) -> ChannelAxis | 
         return ChannelAxis(-1, module.in_features or None)  # 0: a Lazy module before its first forward
     if isinstance(module, nn.modules.conv._ConvNd):
         return ChannelAxis(natural.dim, module.in_channels or None)
-    keeps_them = isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)) or _is_normalisation(module)
+    of_batch = nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm
+    keeps_them = isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *of_batch))
     return natural if keeps_them else ChannelAxis(natural.dim if _count_spatial_dims(module) else None, None)
-
-
-def _is_normalisation(module: nn.Module) -> bool:
-    return isinstance(module, (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm))
 
 
 def find_channels(name: str, module: nn.Module, wanted: int | None) -> ChannelAxis:

@@ -14,7 +14,7 @@ from torch import nn
 
 from hookstats.modules.channels import find_natural_channels
 
-_REMEMBERED = 1024  # shapes and widths: as many as a large model has
+_REMEMBERED = 1024  # shapes: as many as a large model has
 
 
 class Widths(NamedTuple):
@@ -44,38 +44,22 @@ def find_widths(module: nn.Module | None) -> Widths:
 
 
 class Ran:
-    """Shapes of what has run, as they were first seen, with their channel dimensions and widths, latest last."""
+    """Shapes of what has run, as they were first seen, with their channel dimensions, the latest last."""
 
     def __init__(self) -> None:
-        self._dims: dict[tuple[int, ...], int] = {}
-        self._widths: dict[int, None] = {}
-        self._dims_by_ndim: dict[int, int] = {}
+        self.dims: dict[tuple[int, ...], int] = {}
 
     def note(self, sizes: tuple[int, ...], dim: int) -> None:
         """A tensor of these sizes had its channels there."""
-        if not sizes:
-            return
-        self._dims.pop(sizes, None)
-        self._dims[sizes] = dim
-        self._dims_by_ndim[len(sizes)] = dim
-        self._widths.pop(sizes[dim], None)
-        self._widths[sizes[dim]] = None
-        if len(self._dims) > _REMEMBERED:
-            del self._dims[next(iter(self._dims))]
-        if len(self._widths) > _REMEMBERED:
-            del self._widths[next(iter(self._widths))]
-
-    def dim_of(self, sizes: tuple[int, ...]) -> int | None:
-        """Return where the latest output of these sizes had its channels."""
-        return self._dims.get(sizes)
-
-    def find_dim_of_ndim(self, ndim: int) -> int | None:
-        """Return where the latest output with `ndim` dimensions had its channels."""
-        return self._dims_by_ndim.get(ndim)
+        if sizes:
+            self.dims.pop(sizes, None)
+            self.dims[sizes] = dim
+            if len(self.dims) > _REMEMBERED:
+                del self.dims[next(iter(self.dims))]
 
     def widths(self) -> Iterable[int]:
         """The latest first."""
-        return (width for width in reversed(self._widths) if width > 1)
+        return dict.fromkeys(sizes[dim] for sizes, dim in reversed(self.dims.items()) if sizes[dim] > 1)
 
 
 def find_channel_dim_by_evidence(x: torch.Tensor, widths: Widths, ran: Ran) -> int:
@@ -85,7 +69,7 @@ def find_channel_dim_by_evidence(x: torch.Tensor, widths: Widths, ran: Ran) -> i
         return max(ndim - 1, 0)
     if dims := _match_sizes(x, widths.vectors):
         return _choose_likeliest(dims, x, ran)
-    same = ran.dim_of(tuple(x.shape))
+    same = ran.dims.get(tuple(x.shape))
     if widths.is_leaf and same is not None:
         return same
     if dims := _match_sizes(x, widths.inside):
@@ -114,7 +98,7 @@ def _choose_likeliest(dims: list[int], x: torch.Tensor, ran: Ran) -> int:
         square = [dim for dim in dims if len({x.shape[d] for d in range(1, ndim) if d != dim}) == 1]
         if len(square) == 1:
             return square[0]
-    latest = ran.find_dim_of_ndim(ndim)
+    latest = next((dim for sizes, dim in reversed(ran.dims.items()) if len(sizes) == ndim), None)
     usual = _find_usual_dim(ndim) if latest is None else latest
     return usual if usual in dims else dims[-1]
 

@@ -34,19 +34,12 @@ class ModuleHook:
     stage: int = STATISTICS
     description: str = "attach"
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        return _do_nothing()
-
     def __reduce__(self) -> Any:
+        """Copied and pickled as a function that takes anything and returns None.
+
+        Not one of ours: such a model must load where hookstats is not installed.
+        """
         return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-def _do_nothing() -> Any:
-    """A function that takes anything and returns None, and can be pickled: what a hook is in a copied or loaded model.
-
-    Not one of ours: such a model must load where hookstats is not installed.
-    """
-    return contextlib.nullcontext().__exit__
 
 
 def register(
@@ -203,8 +196,3 @@ def has_compiled() -> bool:
     """Return whether torch.compile has compiled anything in this process."""
     module = sys.modules.get("torch._dynamo.convert_frame")
     return module is not None and module.FRAME_COUNTER > 0
-
-
-def is_recomputing() -> bool:
-    """Return whether a backward is running: a forward that runs now is one of activation checkpointing."""
-    return torch._C._current_graph_task_id() != -1

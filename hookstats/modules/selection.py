@@ -121,11 +121,8 @@ def _match_excluded(named: Mapping[str, nn.Module], slots: Mapping[str, Slot], e
 
 def find_root(model: nn.Module, exclude: Modules) -> nn.Module | None:
     """The module inside all wrappers, whose inputs are the model's; None: it is excluded, or takes no hook."""
-    named = clean_names(model)
-    root = named.get("")
-    if root is None or isinstance(root, (*_NEVER_CALLED, torch.jit.ScriptModule)):
-        return None
-    return None if "" in _match_excluded(named, _list_all_slots(named), exclude) else root
+    root = list_modules(model, exclude).get("")
+    return None if isinstance(root, (*_NEVER_CALLED, torch.jit.ScriptModule)) else root
 
 
 class Slot(NamedTuple):

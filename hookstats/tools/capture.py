@@ -12,6 +12,7 @@ used again. Nothing waits: from a GPU the copies go to pinned memory, and only r
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -199,8 +200,7 @@ class _Ring:
         self._items = items
         self._channels = channels
         self._channel_dim = channel_dim
-        self._keep = keep
-        self._slots: list[_KeptCapture] = []  # as they are needed
+        self._slots: deque[_KeptCapture] = deque(maxlen=keep)  # the latest last
         self._calls = 0
         self.token = torch.tensor(next(self._indices))  # its index, for operators
         _rings[int(self.token)] = self
@@ -250,15 +250,14 @@ class _Ring:
 
     def put_output(self, x: torch.Tensor) -> _KeptCapture | None:
         """The capture that this output, or its recomputation, belongs to; None if this call is not kept."""
-        if order.is_recomputing():
+        if _native.backward_is_running():
             return self._find_recomputed()
         call = self._calls
         self._calls += 1
         if call % self._every:
             return None
-        if call // self._every == len(self._slots) < self._keep:
-            self._slots.append(_KeptCapture())
-        slot = self._slots[call // self._every % self._keep]
+        slot = self._slots[0] if len(self._slots) == self._slots.maxlen else _KeptCapture()
+        self._slots.append(slot)  # in the place of the oldest
         slot.begin(call)
         self._fill(slot.output, x)
         return slot
@@ -267,30 +266,19 @@ class _Ring:
         if slot is not None and slot.call == call:  # not yet taken by a later capture
             self._fill(slot.gradient, g)
 
-    def _find_newest(self) -> _KeptCapture | None:
+    def find_newest(self) -> _KeptCapture | None:
         """The capture of the last call, if that was kept and its gradient has not come yet."""
-        last = self._calls - 1
-        if last < 0:
-            return None
-        slot = self._slots[last // self._every % self._keep]
-        return slot if slot.call == last and not slot.gradient.full else None
+        slot = self._slots[-1] if self._slots else None
+        return slot if slot and slot.call == self._calls - 1 and not slot.gradient.full else None
 
     def _find_recomputed(self) -> _KeptCapture | None:
         """The capture that is recomputed. None where several wait for gradients: nothing says whose turn it is."""
         waiting = [slot for slot in self._slots if slot.output.full and not slot.gradient.full]
-        return self._find_newest() if len(waiting) == 1 else None
-
-    def put_from_graph(self, what: str, x: torch.Tensor) -> None:
-        """Keep a tensor of a graph. Nothing says there to which call a gradient belongs: it goes to the last one."""
-        if what == "output":
-            self.put_output(x)
-        else:
-            slot = self._find_newest()
-            self.put_gradient(x, slot, slot.call if slot else -1)
+        return self.find_newest() if len(waiting) == 1 else None
 
     def captures(self) -> list[Capture]:
         found = []
-        for slot in sorted(self._slots, key=lambda slot: slot.call):
+        for slot in self._slots:
             output = slot.output.read()
             if output is not None:
                 found.append(Capture(slot.call, output, slot.gradient.read()))
@@ -301,10 +289,15 @@ _rings: WeakValueDictionary[int, _Ring] = WeakValueDictionary()
 
 
 def _put_from_graph(x: torch.Tensor, token: torch.Tensor, what: str) -> None:
-    """Keep a tensor in a graph, as hooks do in eager mode."""
+    """Keep a tensor of a graph. Nothing says there to which call a gradient belongs: it goes to the last one."""
     ring = _rings.get(int(token))
-    if ring is not None:
-        ring.put_from_graph(what, x)
+    if ring is None:
+        return
+    if what == "output":
+        ring.put_output(x)
+    else:
+        slot = ring.find_newest()
+        ring.put_gradient(x, slot, slot.call if slot else -1)
 
 
 # The token is said to be changed, so that no compiler leaves this out. Not into CUDA graphs: replays would not come by.

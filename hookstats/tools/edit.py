@@ -199,7 +199,7 @@ class EditHook(order.ModuleHook):
 
     def _count(self, old: torch.Tensor, new: torch.Tensor) -> None:
         in_graph = torch.compiler.is_compiling()
-        if not in_graph and (_native.has_no_data(old) or (order.is_recomputing() and not self.of_gradient)):
+        if not in_graph and (_native.has_no_data(old) or (_native.backward_is_running() and not self.of_gradient)):
             return
         if self.counters[-1].device != old.device:
             if in_graph:

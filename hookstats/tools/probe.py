@@ -71,9 +71,9 @@ def probe(model: nn.Module, batch: Any, *, batch_dim: int = 0, causal: bool | No
     given = ModelBatch(inner, batch, batch_dim)
     if causal is None:
         flags = [each for module in inner.modules() if isinstance(each := getattr(module, "is_causal", None), bool)]
-        decodes = any(name.startswith("decoder") for name, _ in given.tensors())
+        decodes = any(name.startswith("decoder") for name in given.tensors)
         causal = any(flags) if flags and not decodes else None
-    devices = {tensor.device for tensor in (*inner.parameters(), *inner.buffers(), *(x for _, x in given.tensors()))}
+    devices = {tensor.device for tensor in (*inner.parameters(), *inner.buffers(), *given.tensors.values())}
     state, randomness = ModuleState(inner), RandomState(inner, devices)
     was_training = inner.training
     try:

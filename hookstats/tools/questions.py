@@ -39,7 +39,7 @@ class Question(NamedTuple):
 
 
 class ModelBatch:
-    """A batch as a model is called with it, and what its tensors are."""
+    """A batch as a model is called with it. ``tensors``: by name."""
 
     def __init__(self, model: nn.Module, given: Any, batch_dim: int) -> None:
         if isinstance(given, Mapping):
@@ -59,11 +59,7 @@ class ModelBatch:
                 f"batch: expected two rows at least along dimension {batch_dim}, to see whether one depends on "
                 f"another; got {self.first} of {list(shape)}"
             )
-        self._tensors, self._paths = tensors, {names.get(path, path.lstrip(".")): path for path, _ in walk(self.given)}
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Their names, and they."""
-        return iter(self._tensors.items())
+        self.tensors, self._paths = tensors, {names.get(path, path.lstrip(".")): path for path, _ in walk(self.given)}
 
     def shorten(self, model: nn.Module, tokens: str | None, count: int) -> ModelBatch:
         """The first tokens of each sample; None: the first samples."""
@@ -89,35 +85,28 @@ class ModelBatch:
         return next((name for name in self._list_token_names(of_floats=True) if _find_mask_tensor(self, name)), None)
 
     def _list_token_names(self, of_floats: bool) -> Iterator[str]:
-        named = [*(name for name in _TOKENS if name in self._tensors), *self._tensors]
+        named = [*(name for name in _TOKENS if name in self.tensors), *self.tensors]
         for is_index, dims in ((True, 2), (False, 3)):
             for name in named if is_index or of_floats else ():
-                x, short = self._tensors[name], name.rsplit(".", 1)[-1]
+                x, short = self.tensors[name], name.rsplit(".", 1)[-1]
                 fits = x.dim() == dims and self.has_rows(name) and not _NOT_TOKENS.search(short)
-                if fits and x.is_floating_point() != is_index and x.dtype != torch.bool and self._find_length(x) > 1:
+                if fits and x.is_floating_point() != is_index and x.dtype != torch.bool and self.length(name) > 1:
                     yield name
 
     def has_rows(self, name: str) -> bool:
         """Return whether samples lie in it."""
-        x = self._tensors[name]
+        x = self.tensors[name]
         is_square = "mask" in name and x.dim() == 2 and x.shape[0] == x.shape[1]  # of queries and keys
         return x.dim() > self.batch_dim and x.shape[self.batch_dim] == self.size and not is_square
 
-    def _find_length(self, x: torch.Tensor) -> int:
-        return x.shape[1 - self.batch_dim]
-
-    def find_tokens(self, name: str) -> torch.Tensor:
-        """The tensor itself."""
-        return self._tensors[name]
-
     def length(self, name: str) -> int:
         """The number of its tokens."""
-        return self._find_length(self._tensors[name])
+        return self.tensors[name].shape[1 - self.batch_dim]
 
     def find(self, pattern: str | re.Pattern[str], like: str) -> tuple[str, torch.Tensor] | None:
         """A tensor ``[samples, tokens]`` of such a name, beside the tokens `like`; on the CPU."""
         rows, columns = self.size, self.length(like)
-        for name, x in self._tensors.items():
+        for name, x in self.tensors.items():
             is_decoders = name.startswith(("decoder", "tgt")) == like.startswith(("decoder", "tgt"))
             if (
                 re.search(pattern, name)
@@ -139,7 +128,7 @@ class ModelBatch:
 
         They are indices that the model knows. Where all are equal: the index before, or 1 more of a number.
         """
-        x = self._tensors[name]
+        x = self.tensors[name]
         left = self._index_at(x, where) & torch.ones_like(x, dtype=torch.bool)
         changed = x.clone()
         for dim in (self.batch_dim, 1 - self.batch_dim) if x.dim() > 1 else (0,):
@@ -175,7 +164,7 @@ def _list_argument_names(model: nn.Module, given: Any) -> dict[str, str]:
 def questions(batch: ModelBatch, is_causal: bool | None, why_not: dict[str, str]) -> Iterator[Question]:
     """Return the questions that this batch allows, in order. why_not: gets the others, and the reason."""
     yield from _ask_samples(batch)
-    name = batch.name_token(of_floats=is_causal is True or _has_mask(batch))
+    name = batch.name_token(of_floats=is_causal is True or any("mask" in each for each in batch.tensors))
     if name is None:
         for kind in ("later tokens", "padding", "documents", "positions"):
             why_not[kind] = "no tokens are seen in the batch"
@@ -183,7 +172,7 @@ def questions(batch: ModelBatch, is_causal: bool | None, why_not: dict[str, str]
     mask = _mask(batch, name)
     if is_causal is False:
         why_not["later tokens"] = "the model is not causal"
-    elif is_causal is None and batch.find_tokens(name).is_floating_point():
+    elif is_causal is None and batch.tensors[name].is_floating_point():
         why_not["later tokens"] = "whether the model is causal is not known: causal=True"
     else:
         yield from _ask_later_tokens(batch, name, mask)
@@ -304,10 +293,10 @@ def _ask_padding(batch: ModelBatch, why_not: dict[str, str]) -> Iterator[Questio
     if mask.all():  # some is made
         mask = mask.clone()
         mask[0, -max(1, mask.shape[1] // 4) :] = False
-        own, x = found[0], batch.find_tokens(found[0])
+        own, x = found[0], batch.tensors[found[0]]
         marked = ~mask if _TRUE_IS_PADDING.search(own) else mask
         base[own] = (marked if x.shape == marked.shape else marked.T).to(x.device, x.dtype)
-    ids = batch.find_tokens(name)
+    ids = batch.tensors[name]
     yield Question(
         "padding",
         _replace(batch, base | {name: batch.draw_other_values(name, ~mask)}),
@@ -320,10 +309,6 @@ def _ask_padding(batch: ModelBatch, why_not: dict[str, str]) -> Iterator[Questio
 
 def _replace(batch: ModelBatch, tensors: Mapping[str, torch.Tensor]) -> Any:
     return batch.replace_tensors(lambda name, x: tensors.get(name, x))
-
-
-def _has_mask(batch: ModelBatch) -> bool:
-    return any("mask" in name for name in batch._tensors)
 
 
 def _find_mask_tensor(batch: ModelBatch, name: str) -> tuple[str, torch.Tensor] | None:

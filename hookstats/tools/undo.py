@@ -22,7 +22,8 @@ class RandomState:
     """The generators of the process, of devices and of a model's own attributes, as they are now."""
 
     def __init__(self, model: nn.Module, devices: set[torch.device]) -> None:
-        self._generators = [each for module in model.modules() for each in vars(module).values() if _is_generator(each)]
+        held = (each for module in model.modules() for each in vars(module).values())
+        self._generators = [each for each in held if isinstance(each, torch.Generator)]
         self._devices = sorted((device for device in devices if device.type not in ("cpu", "meta")), key=str)
         self._python, self._numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
         self._states = self._read()
@@ -57,10 +58,6 @@ class RandomState:
 def _make_device_argument(device: torch.device) -> tuple[torch.device, ...]:
     """Return the argument that a device's module takes: none for MPS, of which there is one."""
     return () if device.type == "mps" else (device,)
-
-
-def _is_generator(value: object) -> bool:
-    return isinstance(value, torch.Generator)
 
 
 class ModuleState:
@@ -121,11 +118,8 @@ class ModuleState:
 
     def set_mode(self, training: bool) -> None:
         """Puts every module into this mode: by its attribute, as `train()` of some merges weights."""
-        for module in self._list_modules():
+        for module, _ in self._modules:
             module.training = training
-
-    def _list_modules(self) -> Iterator[nn.Module]:
-        return (module for module, _ in self._modules)
 
 
 def _version(tensor: torch.Tensor) -> int:
