@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -11,18 +11,20 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from hookstats.comparing import rounding
-from hookstats.comparing.formatting import growth, table
 from hookstats.comparing.pairs import FAMILIES, Judged, SnapshotPair
 from hookstats.numbers.fields import Array, Site
 from hookstats.numbers.kinds import kind_of
+from hookstats.numbers.merge import align
 from hookstats.numbers.significands import dtype_of
 from hookstats.numbers.snapshot import Snapshot
+from hookstats.numbers.tables import align_columns
 
 # By how much what lies apart may grow in a step, because parameters feed on their own roundings; those of n steps add
 # up. Adam makes a whole update of a gradient that is rounding alone (as that of an attention's key bias is): with it a
 # small GPT grew 4 times over what is allowed in its first step, and hardly more in 200.
 GROWTH = 16.0
 _NEGLIGIBLE = 2.0**-22  # the measurement's own rounding
+_MOST_ROWS, _MOST_STEPS = 40, 9  # of the tables of a comparison
 JUMP = 4.0  # from the sites before to a site; below that is how distances grow anyway
 
 
@@ -105,7 +107,7 @@ class Comparison:
         only: list[set[Site]] = [set(), set()]
         place: dict[Site, int] = {}
         rows: list[tuple[list[int], Array]] = []
-        for of_a, of_b in _pair_steps(a, b):
+        for of_a, of_b in align((a, b)):
             if of_a is None or of_b is None:
                 steps["b" if of_a is None else "a"] += 1
                 continue
@@ -198,28 +200,12 @@ class Comparison:
         for jump in self.jumps(self.first.step):
             lines.append(f"the distance jumps at {jump.site}: from {jump.before:.2g} to {jump.distance:.2g}")
         if len(self.steps) > 1:
-            lines += ["", *growth(self.steps, self.sites, self.distances)]
-        return "\n".join([*lines, "", *table(self._parted, self.first.before)])
+            lines += ["", *_growth(self.steps, self.sites, self.distances)]
+        return "\n".join([*lines, "", *_table(self._parted, self.first.before)])
 
     def __repr__(self) -> str:
         found = "equal" if self.is_equal else "agree to rounding" if self.first is None else f"part at {self.first}"
         return f"Comparison({len(self.steps)} steps, {len(self.sites)} sites, {found})"
-
-
-def _pair_steps(a: Iterable[Snapshot], b: Iterable[Snapshot]) -> Iterator[tuple[Snapshot | None, Snapshot | None]]:
-    """Both of each step, None where one has not got it; a step of each is held at a time."""
-    rest_a, rest_b = iter(a), iter(b)
-    one, other = next(rest_a, None), next(rest_b, None)
-    while one is not None or other is not None:
-        if other is None or (one is not None and one.step < other.step):
-            yield one, None
-            one = next(rest_a, None)
-        elif one is None or other.step < one.step:
-            yield None, other
-            other = next(rest_b, None)
-        else:
-            yield one, other
-            one, other = next(rest_a, None), next(rest_b, None)
 
 
 _EXPECTED = "a Snapshot, the directory of a run, what hookstats.load gives, or Snapshots one after another"
@@ -276,3 +262,32 @@ def _check_snapshots(run: Iterable[Snapshot]) -> Iterator[Snapshot]:
         if not isinstance(each, Snapshot):
             raise TypeError(f"compare: expected {_EXPECTED}; got a {type(run).__name__} with {each!r}")
         yield each
+
+
+def _growth(steps: Sequence[int], sites: Sequence[Site], distances: Array) -> list[str]:
+    """The largest distance of each kind of tensor over the steps."""
+    chosen = sorted(set(np.linspace(0, len(steps) - 1, min(len(steps), _MOST_STEPS)).round().astype(int).tolist()))
+    kinds = [kind_of(site.tensor).name for site in sites]
+    rows = [["largest distance at step", *(str(steps[i]) for i in chosen)]]
+    for kind in dict.fromkeys(kinds):
+        mine = distances[np.ix_(chosen, [i for i, each in enumerate(kinds) if each == kind])]
+        rows.append([kind, *(f"{most:.2g}" for most in np.nan_to_num(mine).max(1))])
+    return align_columns(rows, left=1)
+
+
+def _table(pair: SnapshotPair, first: int) -> list[str]:
+    """A line for each site of a step, in order of execution; where there are many, from shortly before the first one
+    that parts."""
+    begin = max(0, min(first - 3, len(pair.sites) - _MOST_ROWS))
+    end = min(begin + _MOST_ROWS, len(pair.sites))
+    rows = [["", "site", "tensor", "rms a", "rms b", "mean a", "mean b", "distance"]]
+    for i in range(begin, end):
+        site = pair.sites[i]
+        stats = pair.a[site].total, pair.b[site].total
+        numbers = [*(f"{each.rms:.5g}" for each in stats), *(f"{each.mean:.5g}" for each in stats)]
+        mark = ">" if i == first else ""
+        rows.append([mark, site.name or "(model)", site.tensor, *numbers, f"{pair.distances[i]:.2g}"])
+    lines = align_columns(rows, left=3)
+    if end - begin < len(pair.sites):
+        lines.append(f"({begin} sites before these, {len(pair.sites) - end} after them)")
+    return lines

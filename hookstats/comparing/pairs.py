@@ -54,7 +54,7 @@ class SnapshotPair:
         shared = [site for site in turn if site in a and site in b]
         self.sites = sorted(shared, key=turn.__getitem__)
         self._places = [np.array([each.frame.sites.place[site] for site in self.sites], np.int64) for each in (a, b)]
-        self.fired = np.stack([self._read_calls(each) for each in (0, 1)]) > 0
+        self.fired = np.stack([each.frame.calls[at] for each, at in zip((a, b), self._places, strict=True)]) > 0
         self.kinds = [kind_of(site.tensor) for site in self.sites]
         self.is_of_module = np.array([kind.of == "module" for kind in self.kinds], bool)
         self.is_bounded = self.fired.all(0) & np.array([not kind.is_update for kind in self.kinds], bool)
@@ -63,9 +63,6 @@ class SnapshotPair:
         self._sums = self._sum_gradients()
         self._scale = np.fmax(self._scale, self._sums)
         self.distances = np.where(self.fired.all(0), self._compute_differences(MEANS)[2].max(0, initial=0), np.nan)
-
-    def _read_calls(self, which: int) -> Counts:
-        return (self.a, self.b)[which].frame.calls[self._places[which]]
 
     def bits(self) -> Counts:
         """``[2, n]``: significant bits that the extremes need, see `rounding.count_bits_of_sites`."""

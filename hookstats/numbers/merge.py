@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +12,7 @@ from hookstats.numbers.fields import FIELDS, Array, Counts, Site, Skipped, fold_
 from hookstats.numbers.frame import LazyBlocks, Sites, StepFrame, block_of, merge_states
 from hookstats.numbers.kinds import kind_of
 from hookstats.numbers.ranks import StepRanks
+from hookstats.numbers.snapshot import Snapshot
 
 
 def merge(frames: Sequence[StepFrame]) -> StepFrame:
@@ -73,6 +74,16 @@ def _merge_skipped(frames: Sequence[StepFrame]) -> dict[Site, Skipped]:
             given_up = before.times is None or here.times is None
             skipped[site] = Skipped(before.reason, None if given_up else (before.times or 0) + (here.times or 0))
     return skipped
+
+
+def align(runs: Iterable[Iterable[Snapshot]]) -> Iterator[list[Snapshot | None]]:
+    """Yield what each run has of each step, None where one has not got it; a step of each is held at a time."""
+    rest = [iter(run) for run in runs]
+    now = [next(each, None) for each in rest]
+    while left := [each.step for each in now if each is not None]:
+        found = [each if each is not None and each.step == min(left) else None for each in now]
+        yield found
+        now = [each if mine is None else next(of, None) for each, mine, of in zip(now, found, rest, strict=True)]
 
 
 class _FrameParts:

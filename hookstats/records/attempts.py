@@ -10,7 +10,6 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -97,12 +96,8 @@ def open_attempts(folder: Path) -> list[int]:
 
 def next_attempt(folder: Path) -> int:
     """A number that no file has, whatever became of it."""
-    names = (text for table in (".", *_tables(folder)) for text in os.listdir(folder / table))
+    names = (path.name for path in (*folder.glob("*"), *folder.glob("*/*")))
     return 1 + max((int(match[1] or match[2]) for text in names if (match := _ANY.fullmatch(text))), default=0)
-
-
-def _tables(folder: Path) -> Iterator[str]:
-    return (each.name for each in os.scandir(folder) if each.is_dir(follow_symlinks=False))
 
 
 def _numbers(folder: Path) -> set[int]:

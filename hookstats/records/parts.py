@@ -92,6 +92,19 @@ def list_parts(folder: Path) -> Listed:
     return Listed(counting, others, reached, begun)
 
 
+class Progress(NamedTuple):
+    """The state of an attempt on the disk. consumed, held: positions in its ring; records: measured steps.
+
+    held: from there on, what was early is still waited for, although it was consumed.
+    """
+
+    consumed: int = 0
+    held: int = 0
+    records: int = 0
+    turn: int = 1
+    last: int | None = None  # the last step of this turn, measured or not
+
+
 class OpenPart:
     """A file of a table under a temporary name, which it has until its own is known."""
 
@@ -107,9 +120,9 @@ class OpenPart:
         """Write rows as a row group, or several."""
         self._writer.write_table(rows, ROW_GROUP)
 
-    def close(self, consumed: int, held: int, records: int) -> None:
-        """Bring it to the disk, still under its temporary name. The numbers are kept in its metadata, see `Footer`."""
-        told = {"version": VERSION, "consumed": consumed, "held": held, "records": records, "crc32": "0" * 8}
+    def close(self, progress: Progress) -> None:
+        """Bring it to the disk, still under its temporary name, with the first three numbers in its metadata."""
+        told = {"version": VERSION, **dict(zip(Progress._fields[:3], progress, strict=False)), "crc32": "0" * 8}
         self._writer.add_key_value_metadata({_METADATA: json.dumps(told)})
         self._writer.close()
         seal(self._output.fileno())
@@ -136,17 +149,7 @@ def seal(descriptor: int) -> None:
     files.patch(descriptor, b"%08x" % zlib.crc32(raw), size - len(raw) + _place_of_checksum(raw))
 
 
-class Footer(NamedTuple):
-    """consumed: the position in the ring up to which all was committed with a file, from ``held`` on but for what was
-    early; records: steps of its attempt."""
-
-    metadata: pq.FileMetaData
-    consumed: int
-    held: int
-    records: int
-
-
-def read_footer(path: Path) -> Footer:
+def read_footer(path: Path) -> tuple[pq.FileMetaData, Progress]:
     """FileNotFoundError without a file; Damaged where it is not what was written; SchemaError for another version."""
     with raise_damaged(path), open(path, "rb") as file:
         raw = bytearray(_raw_footer(file.fileno(), os.fstat(file.fileno()).st_size))
@@ -161,7 +164,7 @@ def read_footer(path: Path) -> Footer:
             f"{path}: expected schema version {VERSION}, got {told['version']}: this run was recorded by another "
             "version of hookstats; read it with that one, or record into another directory"
         )
-    return Footer(metadata, told["consumed"], told["held"], told["records"])
+    return metadata, Progress(told["consumed"], told["held"], told["records"])
 
 
 def _raw_footer(descriptor: int, size: int) -> bytes:

@@ -19,7 +19,7 @@ from hookstats.records.arrays import to_arrow, to_numpy
 from hookstats.records.attempts import Attempt, attempts_in
 from hookstats.records.errors import NO_STEP, Damaged, RunError, tell_once
 from hookstats.records.files import read_json
-from hookstats.records.parts import Footer, Name, list_parts, raise_damaged, read_footer
+from hookstats.records.parts import Name, list_parts, raise_damaged, read_footer
 from hookstats.records.schema import SCHEMAS
 
 _AT_ONCE = 4 << 20  # bytes of row groups, of all their columns
@@ -63,7 +63,7 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._footers: dict[tuple[str, Name], Footer] = {}
+        self._footers: dict[tuple[str, Name], pq.FileMetaData] = {}
         self.listed = list_parts(folder)
         self.attempts: list[Attempt] = attempts_in(folder)
         if not self.listed.begun and not self.attempts:
@@ -109,13 +109,13 @@ class Reader:
             found |= (attempts == name.attempt) & (steps >= name.first) & (steps <= name.last)
         return found
 
-    def footer(self, table: str, name: Name) -> Footer:
+    def footer(self, table: str, name: Name) -> pq.FileMetaData:
         """Damaged also where anything else of the file could not be read before."""
         path = self.folder / table / str(name)
         if path in _damaged:
             raise Damaged(path, "it could not be read before")
         if (table, name) not in self._footers:
-            self._footers[table, name] = read_footer(path)
+            self._footers[table, name], _ = read_footer(path)
         return self._footers[table, name]
 
     def part(self, table: str, name: Name, columns: Sequence[str], chosen: Chosen) -> pa.Table:
@@ -124,7 +124,7 @@ class Reader:
 
     def pieces(self, table: str, name: Name, columns: Sequence[str], chosen: Chosen = ALL) -> Iterator[pa.Table]:
         """Yield rows of a file, some row groups at a time."""
-        metadata, path = self.footer(table, name).metadata, self.folder / table / str(name)
+        metadata, path = self.footer(table, name), self.folder / table / str(name)
         keys = [*(["step"] if chosen.steps else []), *(["site"] if chosen.sites is not None else [])]
         needed = list(dict.fromkeys([*columns, *keys]))
         with raise_damaged(path):

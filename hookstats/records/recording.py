@@ -46,7 +46,7 @@ class Recording:
     """Keeps a run in a directory, `hookstats.load` reads it. To be given to `attach`, see `record`."""
 
     _ring: Ring | None = None
-    _begun = _is_closed = False
+    _is_open = False  # begun, and not closed
     _left: Sequence[Finding] = ()  # found at the end, when the ring is gone
 
     def __init__(
@@ -90,7 +90,7 @@ class Recording:
         OSError where the directory cannot be written, NotADirectoryError where a file is there; RuntimeError where this
         recording was attached before, or a process that is alive records into the directory.
         """
-        if self._begun and not self._is_closed:
+        if self._is_open:
             raise RuntimeError(f"expected a recording for each attach, got {self!r} twice: call hookstats.record again")
         self._folder = rank_folder(self.path, settings["rank"])
         try:
@@ -101,7 +101,7 @@ class Recording:
                 f"record: expected a directory, or a path where one can be made, got {self.path}: {found} is a file"
             ) from None
         self._pid = os.getpid()
-        self._stopped = self._is_closed = False
+        self._stopped = False
         self._tell = WarnOnce()
         self._ring, self._left = None, ()
         self._given = Given({}, {})  # of steps that are not recorded, to be written
@@ -128,7 +128,7 @@ class Recording:
         atexit.register(self._at_exit)
         if multiprocessing.parent_process() is not None:  # its processes end without atexit
             self._finalizer = multiprocessing.util.Finalize(None, self._at_exit, exitpriority=100)
-        self._begun = True
+        self._is_open = True
 
     def at_exit(self, send: Callable[[], object]) -> None:
         """send: is called first where the process ends without `close`, if its object is still there then."""
@@ -217,32 +217,29 @@ class Recording:
     def _take(self, frame: StepFrame) -> None:
         self._exits.forget()
         self._warn_hidden(min([frame.step, *frame.earlier_scalars]))
-        pieces = wire.encode_step(frame, self._sites.get(frame.sites, self._sites_sent))
+        number = self._sites.get(frame.sites, self._sites_sent)
+        pieces = wire.encode_step(frame, number, is_first=number == self._sites_sent)
         length = sum(piece.nbytes for piece in pieces)
         ring = self._open_ring(pieces)
         self._send_early(ring)
         if not ring.fits(length):
             self._drop(ring, frame, f"a step of {length} bytes is too large for it: pass ring_bytes={4 * length}")
-        elif not self._write_step(ring, frame.sites, pieces):
-            self._drop(ring, frame)
+        else:
+            if any(self._given):  # of steps that were dropped before this one
+                self._send_given(ring)
+            if ring.write(wire.STEP, pieces, is_step=True):
+                self._note_sent(frame.sites)
+            else:
+                self._drop(ring, frame)
         os.eventfd_write(self._wake, 1)
 
-    def _write_step(self, ring: Ring, sites: Sites, pieces: Sequence[NDArray[Any]]) -> bool:
-        if any(self._given):  # of steps that were dropped before this one
-            self._send_given(ring)
-        return self._send_sites(ring, sites) and ring.write(wire.STEP, pieces, is_step=True)
-
-    def _send_sites(self, ring: Ring, sites: Sites) -> bool:
-        """Sends sites that are new. False: there is no room for them."""
-        if sites in self._sites:
-            return True
-        if not ring.write(wire.SITES, wire.encode_sites(self._sites_sent, sites)):
-            return False
-        self._sites[sites] = self._sites_sent
-        self._sites_sent += 1
-        if len(self._sites) > _MOST_SITES:
-            del self._sites[next(iter(self._sites))]
-        return True
+    def _note_sent(self, sites: Sites) -> None:
+        """Note that the writer knows these sites."""
+        if sites not in self._sites:
+            self._sites[sites] = self._sites_sent
+            self._sites_sent += 1
+            if len(self._sites) > _MOST_SITES:
+                del self._sites[next(iter(self._sites))]
 
     def _drop(self, ring: Ring, frame: StepFrame, why: str | None = None) -> None:
         """Leave a step out, but keep what was given with it. why: None if the writer falls behind."""
@@ -327,22 +324,20 @@ class Recording:
 
         overhead: in microseconds, what `Monitor.overhead` says; it is kept with the run. error: which ended training.
         """
-        if not self._begun or os.getpid() != self._pid:
+        if not self._is_open or os.getpid() != self._pid:
             return
         if not self._stopped:
             if self._ring is None:
                 path_of(self._folder, self._attempt).unlink(missing_ok=True)
             else:
                 self._finish(self._ring, overhead, ending_of(error), timeout)
-        self._stopped = True
-        if not self._is_closed:
-            self._is_closed = True
-            atexit.unregister(self._at_exit)
-            self._exits.close()
-            self._signals.end()
-            os.close(self._wake)
-            self._lock.close()
-            self._writer.wait(0)
+        self._stopped, self._is_open = True, False
+        atexit.unregister(self._at_exit)
+        self._exits.close()
+        self._signals.end()
+        os.close(self._wake)
+        self._lock.close()
+        self._writer.wait(0)
 
     def _finish(self, ring: Ring, overhead: Mapping[str, float] | None, ending: str, timeout: float) -> None:
         if any(self._given):

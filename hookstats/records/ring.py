@@ -28,10 +28,6 @@ _ENDING, _TEXT = 512, 1024  # where texts begin: how training ended, and why the
 _BEGIN, _END = 32, 8  # bytes around a payload: magic, kind, length of the payload, number; number
 MAX_BYTES = 1 << 40
 
-# Words of the header. The one who writes records owns head, written, dropped, closed, wanted; the other one the rest.
-_WORDS = ("magic", "capacity", "head", "tail", "written", "judged", "dropped", "closed", "failed", "findings", "fed")
-_OFFSET = {name: 8 * number for number, name in enumerate((*_WORDS, "wanted", "committed"))}
-
 
 class RingError(RunError):
     """A file that is no ring, or a record in it that is not whole."""
@@ -53,6 +49,7 @@ class Ring:
     ``capacity``: bytes for records. The others as their owner uses them.
     """
 
+    # Words of the header. Who writes records owns head, written, dropped, closed and wanted; the other one the rest.
     magic: int
     capacity: int
     head: int
@@ -195,6 +192,9 @@ class Ring:
     @property
     def _spare(self) -> int:
         return self.capacity // 8
+
+
+_OFFSET = {name: 8 * number for number, name in enumerate(Ring.__annotations__)}
 
 
 def _whole(length: int) -> int:

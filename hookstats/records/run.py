@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from hookstats.numbers.fields import STATISTICS, Array, Counts, Site
 from hookstats.numbers.given import Given
-from hookstats.numbers.merge import mean, merge
+from hookstats.numbers.merge import align, mean, merge
 from hookstats.numbers.selection import choose
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.numbers.tables import html
@@ -185,13 +185,9 @@ class Run:
     @property
     def _span(self) -> tuple[int, int] | None:
         """The first and the last step of which scalars are wanted."""
-        if self._slice is None:
-            return self._bounds
-        first, behind = self._slice.start, self._slice.stop
-        return -_FAR if first is None else first, _FAR if behind is None else behind - 1
-
-    @property
-    def _bounds(self) -> tuple[int, int] | None:
+        if self._slice is not None:
+            first, behind = self._slice.start, self._slice.stop
+            return -_FAR if first is None else first, _FAR if behind is None else behind - 1
         if self._has_all_steps:
             return None
         return (self.steps[0], self.steps[-1]) if self.steps else (0, -1)
@@ -313,16 +309,10 @@ class MergedRun(Run):
     def _read(self, rows: list[int]) -> Iterator[Snapshot]:
         at = np.searchsorted(self._rows, rows).tolist()
         ranks = [rank._snapshots.read([rank._rows[i] for i in at]) for rank in self._ranks]
-        now = [next(of_rank, None) for of_rank in ranks]
-        while None not in (steps := [None if each is None else each.step for each in now]):
-            latest = max(step for step in steps if step is not None)
-            is_common = set(steps) == {latest}  # else one rank has a step that cannot be read of another
-            if is_common:
-                yield Snapshot(merge([snapshot.frame for snapshot in now if snapshot is not None]))
-            now = [
-                next(of_rank, None) if is_common or step != latest else snapshot
-                for of_rank, step, snapshot in zip(ranks, steps, now, strict=True)
-            ]
+        for found in align(ranks):
+            frames = [each.frame for each in found if each is not None]
+            if len(frames) == len(ranks):  # else one rank has a step that cannot be read of another
+                yield Snapshot(merge(frames))
 
     @property
     def totals(self) -> pa.Table:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +23,7 @@ from hookstats.records import encoding, files
 from hookstats.records.arrays import to_arrow, to_numpy
 from hookstats.records.attempts import Attempt, end_attempt, is_training, read_attempt
 from hookstats.records.errors import Damaged, RunError
-from hookstats.records.parts import Name, OpenPart, list_parts, read_footer
+from hookstats.records.parts import Name, OpenPart, Progress, list_parts, read_footer
 from hookstats.records.reading import Chosen, Reader, read_sites
 from hookstats.records.schema import FLUSH, ROW_GROUP, SCHEMAS, make_writer_schema, names_of
 
@@ -31,19 +31,6 @@ FAN_IN = 4  # files that become one
 # Bytes: such a file is not made larger, of totals and of other tables. In one of totals a site's rows lie together, and
 # fewer files are read faster. Rows of others stay as they are: writing them anew would save no reading.
 _LARGE_SORTED, _LARGE = 16 << 20, 2 << 20
-
-
-class Progress(NamedTuple):
-    """The state of an attempt on the disk. consumed, held: positions in its ring; records: measured steps.
-
-    held: from there on, what was early is still waited for, although it was consumed.
-    """
-
-    consumed: int = 0
-    held: int = 0
-    records: int = 0
-    turn: int = 1
-    last: int | None = None  # the last step of this turn, measured or not
 
 
 class Store:
@@ -89,11 +76,10 @@ class Store:
         """Return what a file says of its attempt. None: it cannot be read, and is set aside."""
         path = self.folder / table / str(name)
         try:
-            footer = read_footer(path)
+            return read_footer(path)[1]._replace(turn=name.turn, last=name.last)
         except Damaged as error:
             self.put_aside(error)
             return None
-        return Progress(footer.consumed, footer.held, footer.records, name.turn, name.last)
 
     def put_aside(self, error: Damaged) -> None:
         self.set_aside.append(error)
@@ -226,7 +212,7 @@ class Store:
             files.write_json(self.folder / "sites.json", {"sites": [list(site) for site in self._sites]})
             self._written_sites = len(self._sites)
         for part in self._open.values():
-            part.close(*after[:3])
+            part.close(after)
         for table in sorted(self._open, key=lambda table: table == "steps"):
             self._open[table].rename(Name(attempt.attempt, turn, first, last))
             files.sync_directory(self.folder / table)
@@ -280,7 +266,7 @@ class Store:
             for rows in self._merge_rows(table, names):
                 merged.write(rows)
                 between()
-            merged.close(*told[-1][:3])
+            merged.close(told[-1])
         except Damaged as error:
             merged.abandon()
             return self.put_aside(error)
@@ -306,7 +292,7 @@ class Store:
             for name in names:
                 yield from map(add_names, reader.pieces(table, name, columns))
             return
-        count = sum(reader.footer(table, name).metadata.num_rows for name in names)
+        count = sum(reader.footer(table, name).num_rows for name in names)
         several = max(1, FAN_IN * ROW_GROUP * len(self._sites) // count)  # of each file about a row group
         for first in range(0, len(self._sites), several):
             chosen = Chosen(sites=np.arange(first, min(first + several, len(self._sites))))

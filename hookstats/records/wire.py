@@ -1,4 +1,4 @@
-"""The records in the ring: sites, and steps of these."""
+"""The records in the ring: steps, the first one of each sites with these, and what was given without a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hookstats.numbers.given import Given
 from hookstats.numbers.ranks import StepRanks, drifts_from_json, drifts_to_json
 from hookstats.records.ring import RingError
 
-SITES, STEP, OVERHEAD, GIVEN, EARLY = 1, 2, 3, 4, 5  # kinds of records; EARLY: what a later one is to bring again
+STEP, OVERHEAD, GIVEN, EARLY = 1, 2, 3, 4  # kinds of records; EARLY: what a later one is to bring again
 
 
 @contextmanager
@@ -27,10 +27,6 @@ def _read_as(what: str) -> Iterator[None]:
         yield
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise RingError(f"expected {what}, got {type(error).__name__}: {str(error)[:300]}") from None
-
-
-def encode_sites(number: int, sites: Sites) -> list[NDArray[Any]]:
-    return [_text({"number": number, **sites.to_json()})]
 
 
 def about(frame: StepFrame) -> dict[str, Any]:
@@ -58,10 +54,11 @@ def about_from(told: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def encode_step(frame: StepFrame, sites: int) -> list[NDArray[Any]]:
-    """Return the pieces of a record, the blocks where they are. sites: the number of its sites."""
+def encode_step(frame: StepFrame, number: int, is_first: bool) -> list[NDArray[Any]]:
+    """Return the pieces of a record, the blocks where they are. number: of its sites; is_first: of these sites."""
     told = {
-        "sites": sites,
+        "number": number,
+        "sites": frame.sites.to_json() if is_first else None,
         "step": frame.step,
         "time": frame.time,
         "scalars": frame.scalars,
@@ -124,18 +121,16 @@ def decode_overhead(text: bytes) -> dict[str, float]:
     return _numbers(json.loads(text))
 
 
-@_read_as("sites")
-def decode_sites(text: bytes) -> tuple[int, Sites]:
-    """Read what `encode_sites` made. RingError for anything else."""
-    told = json.loads(text)
-    return int(told["number"]), Sites.from_json(told)
-
-
 @_read_as("a step")
-def decode_step(payload: NDArray[np.uint8], known: Mapping[int, Sites]) -> StepFrame:
-    """Read what `encode_step` made; the blocks stay where they are. RingError for anything else."""
+def decode_step(payload: NDArray[np.uint8], known: dict[int, Sites]) -> StepFrame:
+    """Read what `encode_step` made; the blocks stay where they are. RingError for anything else.
+
+    known: sites by their number; those that come with the step are added.
+    """
     told, numbers = _text_and_numbers(payload)
-    sites, fired = known[told["sites"]], int(told["fired"])
+    if told["sites"] is not None:
+        known[int(told["number"])] = Sites.from_json(told["sites"])
+    sites, fired = known[told["number"]], int(told["fired"])
     sample_ids, numbers = _ids_by_step(told["sample_ids"], numbers)
     ends = np.cumsum([len(sites), fired, *sites.sizes])
     if ends[-1] != len(numbers) or not 0 <= fired <= len(sites):

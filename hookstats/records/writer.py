@@ -27,7 +27,7 @@ from hookstats.records import wire
 from hookstats.records.attempts import Attempt, is_training, open_attempts, path_of, read_attempt
 from hookstats.records.endings import describe_death
 from hookstats.records.errors import Damaged
-from hookstats.records.files import DAMAGED, NO_LINK, write_whole
+from hookstats.records.files import DAMAGED, NO_LINK, read_json, write_json, write_whole
 from hookstats.records.findings import Findings
 from hookstats.records.places import RING, explain_missing_run, ring_of
 from hookstats.records.ring import Ring, RingError
@@ -38,7 +38,7 @@ from hookstats.sinks import from_spec
 PART_BYTES = 64 << 20
 PART_SECONDS = 10.0
 _LOCK_SECONDS = 120.0
-KNOWN_SITES = 8
+KNOWN_SITES = 16  # twice as many as a recording refers to
 _MOST_WAITING = 10_000  # steps, what was given with which waits for a measured one, with which the rules see them
 _REMEMBERED = "rules.json"  # what the rules remember
 
@@ -106,14 +106,12 @@ class Intake:
                 self._early |= {step: (self._position, when, named) for step, named in given.scalars.items()}
             elif record.end <= self._done:
                 pass  # it lay behind something early that is still waited for
-            elif record.kind == wire.SITES:
-                self._sites.add(record.payload.tobytes())
             elif record.kind == wire.OVERHEAD:
                 self._told["overhead"] = wire.decode_overhead(record.payload.tobytes())
             elif record.kind == wire.GIVEN:
                 self._take_given(*wire.decode_given(record.payload))
             else:
-                self._take(record.number, wire.decode_step(record.payload, self._sites.known))
+                self._take(record.number, wire.decode_step(record.payload, self._sites))
             self._position = record.end
             self.ring.judged = max(self.ring.judged, record.number + 1)
             if self._store.size >= PART_BYTES or self._position - self.ring.committed > self.ring.capacity // 3:
@@ -206,30 +204,22 @@ class Intake:
         tidy(self.ring_path)
 
 
-class KnownSites:
-    """The sites that steps in the ring refer to, also after their own records have left it."""
+class KnownSites(dict[int, Sites]):
+    """The sites that steps in the ring refer to, also after the step that brought them has left it."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.known: dict[int, Sites] = {}
-        self._texts: dict[int, str] = {}
-        self._is_kept = True
-        with suppress(FileNotFoundError):
-            for text in path.read_bytes().splitlines():
-                self.add(text)
-
-    def add(self, text: bytes) -> None:
-        number, self.known[number] = wire.decode_sites(text)
-        self._texts[number] = text.decode().strip()
-        self._is_kept = False
-        if len(self.known) > 2 * KNOWN_SITES:
-            oldest = min(self.known)
-            del self.known[oldest], self._texts[oldest]
+        self._path = path
+        with suppress(FileNotFoundError, Damaged):
+            self.update((int(number), Sites.from_json(told)) for number, told in read_json(path)["sites"])
+        self._kept = list(self)
 
     def keep(self) -> None:
-        if not self._is_kept:
-            write_whole(self.path, "".join(f"{text}\n" for text in self._texts.values()).encode())
-            self._is_kept = True
+        """Write them to disk, if there are others than before."""
+        for oldest in sorted(self)[:-KNOWN_SITES]:
+            del self[oldest]
+        if list(self) != self._kept:
+            write_json(self._path, {"sites": [(number, sites.to_json()) for number, sites in self.items()]})
+            self._kept = list(self)
 
 
 @contextmanager

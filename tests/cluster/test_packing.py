@@ -336,7 +336,7 @@ def test_what_is_unpacked_serves_as_a_local_step_does(histogram: str) -> None:
     assert merged.drop_hidden().sites is ranks.merged().drop_hidden().sites
     merged = merged.drop_hidden()
     sites = Sites.from_json(json.loads(json.dumps(merged.sites.to_json())))
-    shards = np.concatenate([np.asarray(each).view(np.uint8) for each in encode_step(merged, 0)])
+    shards = np.concatenate([np.asarray(each).view(np.uint8) for each in encode_step(merged, 0, is_first=False)])
     assert snapshot_of(decode_step(shards, {0: sites})).equals(snapshot_of(merged))
     assert Snapshot.from_dict(snapshot_of(merged).to_dict()).equals(snapshot_of(merged))
     judge([merged, merged])

@@ -63,10 +63,9 @@ def leave(run: Path, steps: int, in_ring: int) -> Path:
     known = []
     for step in range(steps, steps + in_ring):
         frame = recorded.measured(step)
-        if frame.sites not in known:
-            assert ring.write(wire.SITES, wire.encode_sites(len(known), frame.sites))
-            known.append(frame.sites)
-        assert ring.write(wire.STEP, wire.encode_step(frame, known.index(frame.sites)))
+        is_first = frame.sites not in known
+        known += [frame.sites] if is_first else []
+        assert ring.write(wire.STEP, wire.encode_step(frame, known.index(frame.sites), is_first))
     (folder / "findings.jsonl").write_text("".join(json.dumps(each.to_json()) + "\n" for each in FINDINGS))
     (folder / "rules.json").write_text("{}")
     (folder / "lock").touch()
