@@ -108,53 +108,29 @@ def checksums(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
     """Return 64 bits that stand for those of each tensor, wherever it lies, in the order of its elements.
 
     Words of 8 bytes w_i become the sum of fmix64(w_i + (i + 1) * golden), modulo 2^64, where fmix64, the finalizer of
-    MurmurHash3, is one to one: one flipped bit always makes another sum. By torch's operators, for many small tensors
-    at once; one copy a device.
+    MurmurHash3, is one to one: one flipped bit always makes another sum. One copy a device.
     """
-    sums = np.zeros(len(tensors), np.int64)
-    for device in {each.device for each in tensors}:
-        here = [i for i, each in enumerate(tensors) if each.device == device]
-        at_once = _WORDS if device.type == "cpu" else 64 * _WORDS  # what a cache holds; what makes up for a launch
-        found = torch.zeros(len(here), dtype=torch.int64, device=device)
-        for chunk in _cut_chunks([tensors[i] for i in here], at_once):
-            _add_sums(chunk, found)
-        sums[here] = found.cpu().numpy()
-    return sums
+    sums, found = [_sum_words(each) for each in tensors], np.zeros(len(tensors), np.int64)
+    for device in {each.device for each in sums}:
+        here = [i for i, each in enumerate(sums) if each.device == device]
+        found[here] = torch.stack([sums[i] for i in here]).cpu().numpy()
+    return found
+
+
+def _sum_words(tensor: torch.Tensor) -> torch.Tensor:
+    at_once = _WORDS if tensor.device.type == "cpu" else 64 * _WORDS  # what a cache holds; what makes up for a launch
+    found = torch.zeros(1, dtype=torch.int64, device=tensor.device)
+    zeros = torch.zeros(8, dtype=torch.uint8, device=tensor.device)
+    for n, content in enumerate(read_bytes(tensor).split(8 * at_once)):
+        words = torch.cat([content, zeros[: -content.numel() % 8]]).view(torch.int64)
+        place = torch.arange(1 + n * at_once, 1 + n * at_once + words.numel(), device=tensor.device)
+        found += _mix_bits(words + place * _GOLDEN).sum()
+    return found[0]
 
 
 def read_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return uint8 ``[bytes]``, in the order of the elements; a copy where these do not lie so."""
     return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _cut_chunks(tensors: Sequence[torch.Tensor], at_once: int) -> Iterator[list[tuple[int, int, torch.Tensor]]]:
-    """Cut tensors into chunks of so many words at most: parts, each with the tensor's number and its first word."""
-    chunk: list[tuple[int, int, torch.Tensor]] = []
-    size = 0
-    for number, tensor in enumerate(tensors):
-        for n, content in enumerate(read_bytes(tensor).split(8 * at_once)):
-            length = -(-content.numel() // 8)
-            if size + length > at_once:
-                yield chunk
-                chunk, size = [], 0
-            if length:
-                chunk.append((number, n * at_once, content))
-                size += length
-    if chunk:
-        yield chunk
-
-
-def _add_sums(chunk: list[tuple[int, int, torch.Tensor]], found: torch.Tensor) -> None:
-    """Add the sums of a chunk to those of its tensors."""
-    zeros = found.new_zeros(8, dtype=torch.uint8)
-    words = torch.cat([part for *_, each in chunk for part in (each, zeros[: -each.numel() % 8])]).view(torch.int64)
-    numbers = np.array([(number, first, -(-each.numel() // 8)) for number, first, each in chunk]).T
-    number, first, length = torch.from_numpy(numbers).to(found.device)
-    end = length.cumsum(0)
-    place = torch.arange(1, words.numel() + 1, device=found.device)
-    place += torch.repeat_interleave(first - (end - length), length, output_size=words.numel())
-    sums = _mix_bits(words + place * _GOLDEN).cumsum(0)[end - 1]
-    found.index_add_(0, number, sums.diff(prepend=found.new_zeros(1)))
 
 
 def _mix_bits(words: torch.Tensor) -> torch.Tensor:

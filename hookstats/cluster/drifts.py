@@ -75,7 +75,8 @@ class Replicas:
             is_unlike, _, has_changed = sums[:, union.compared[site]] != 0
             self._equal[site] = -1 if is_unlike else self._equal.get(site, 0) + int(has_changed)
         sites = [site for site, i in union.compared.items() if sums[0, i] and not sums[1, i]]
-        return [each for each in sites if self._equal.get(each, _STEPS) >= _STEPS and _is_replica(each)][:_NAMED]
+        settled = [each for each in sites if self._equal.get(each, _STEPS) >= _STEPS]
+        return [each for each in settled if kind_of(each.tensor).is_replicated][:_NAMED]
 
     def history(self, sites: Sequence[Site]) -> Counts:
         """Return ``[sites, 1 + _BEFORE + 1, 2]``: with whom this rank is to hold the same of each, and whether that is
@@ -88,10 +89,6 @@ class Replicas:
                 if site in of.compared:
                     row[place] = each.hashes[of.compared[site]], each.moments[of.compared[site]]
         return rows
-
-
-def _is_replica(site: Site) -> bool:
-    return kind_of(site.tensor).is_replicated
 
 
 def drifts(union: Union, sites: Sequence[Site], everybodys: Counts) -> tuple[tuple[Drift, ...], tuple[int, int] | None]:

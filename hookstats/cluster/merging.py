@@ -147,7 +147,7 @@ class Merging:
     def wait(self, timeout: float) -> list[StepFrame]:
         """Return what `take_arrived` returns, once all is settled or `timeout` seconds have passed."""
         end = time.monotonic() + timeout
-        while self._count_unsettled() and self._thread.is_alive() and time.monotonic() < end:
+        while any(slot.merged is None for slot in self._slots) and self._thread.is_alive() and time.monotonic() < end:
             time.sleep(0.001)
         return self.take_arrived()
 
@@ -185,9 +185,6 @@ class Merging:
         for slot in self._slots:
             if slot.merged is None:
                 self._leave_alone(slot)
-
-    def _count_unsettled(self) -> int:
-        return sum(slot.merged is None for slot in self._slots)
 
     def _leave_alone(self, slot: _PendingStep) -> None:
         slot.frame.ranks = StepRanks((self._exchange.rank,), len(self._exchange.ranks))
