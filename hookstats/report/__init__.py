@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.records.files import write_whole
@@ -19,15 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Recorded", "plot", "show", "write"]
 
 
-@runtime_checkable
-class Records(Protocol):
-    """The part of a monitor, `hookstats.results.Monitor`, that pages need: this room knows nothing of who measures."""
-
-    def recorded(self) -> Path:
-        """The directory of its run, when all closed steps stand there. ValueError where it records nothing."""
-
-
-Shows: TypeAlias = "Run | Records | str | Path | Sequence[Snapshot] | Recorded"
+Shows: TypeAlias = "Run | str | Path | Sequence[Snapshot] | Recorded | Any"  # or a monitor
 
 
 def write(
@@ -94,12 +86,12 @@ def _html(recorded: Recorded, other: Shows | None) -> str:
     return page(*PageContents(recorded, None if other is None else to_recorded(other)).render_all())
 
 
-def to_recorded(run: Shows) -> Recorded:
-    """A run as arrays over sites and steps."""
+def to_recorded(run: Any) -> Recorded:
+    """A run, as `Shows` has it, as arrays over sites and steps."""
     if isinstance(run, Recorded):
         return run
     if isinstance(run, Sequence) and not isinstance(run, str) and all(isinstance(each, Snapshot) for each in run):
         return Recorded.of(run)
     from hookstats.report.loading import load_recorded  # needs pyarrow, which Snapshots do not
 
-    return load_recorded(run.recorded() if isinstance(run, Records) else run)
+    return load_recorded(run.recorded() if hasattr(run, "recorded") else run)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hookstats.numbers.fields import Array, Counts, Site, Skipped
+from hookstats.numbers.fields import Site, Skipped
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.records.errors import NO_STEP, RunError
 from hookstats.records.grid import planes
@@ -31,74 +31,51 @@ def load_recorded(run: object) -> Recorded:
     loaded = load(run) if isinstance(run, (str, Path)) else run
     if not isinstance(loaded, Run):
         raise TypeError(f"expected a run, its directory, a monitor that records, or Snapshots; got {loaded!r:.200}")
-    if type(loaded) is Run and loaded._chosen_sites is None and loaded._has_all_steps:
-        if not loaded.steps:
-            raise RunError(f"{loaded._folders[0]}: {NO_STEP}")
-        return _Loaded(loaded).make_recorded()
-    return Recorded.of(list(loaded), _name(loaded), loaded.findings)
+    name = loaded._folders[0].resolve().parent.name
+    if type(loaded) is not Run or loaded._chosen_sites is not None or not loaded._has_all_steps:
+        return Recorded.of(list(loaded), name, loaded.findings)
+    if not loaded.steps:
+        raise RunError(f"{loaded._folders[0]}: {NO_STEP}")
+    reader, timeline = loaded._reader, loaded._timeline
+    known, steps, skipped = reader.sites, timeline.step, timeline.columns["skipped"]
+    sites = merge_orders([*(loaded[step].order for step in loaded.steps[::-1][:_LOOKED_AT]), known])
+    row = {site: i for i, site in enumerate(sites)}
+    rows = np.array([row[site] for site in known], np.int64)
 
-
-def _name(run: Run) -> str:
-    return run._folders[0].resolve().parent.name
-
-
-class _Loaded:
-    """The tables of a rank, which make a `Recorded`."""
-
-    def __init__(self, run: Run) -> None:
-        self._run, self._reader, self._timeline = run, run._reader, run._timeline
-        self._known = self._reader.sites
-        orders = (run[step].order for step in run.steps[::-1][:_LOOKED_AT])
-        self._sites = merge_orders([*orders, self._known])
-        row = {site: i for i, site in enumerate(self._sites)}
-        self._row = np.array([row[site] for site in self._known], np.int64)
-
-    def make_recorded(self) -> Recorded:
-        steps = self._timeline.step
-        return Recorded(
-            _name(self._run),
-            self._sites,
-            steps,
-            lambda names: planes(self._reader, self._timeline, self._row, names),
-            self._snapshots,
-            self._list_detailed(),
-            self._timeline.time / 1e6,
-            self._scalars(),
-            self._run.findings,
-            self._list_skipped(),
-            self._settings(),
-        )
-
-    def _snapshots(self, steps: Sequence[int], sites: Sequence[Site]) -> Iterator[Snapshot]:
+    def snapshots(wanted: Sequence[int], of: Sequence[Site]) -> Iterator[Snapshot]:
         """Yield one step after another: all their channels together may be more than the memory."""
-        place = {site: i for i, site in enumerate(self._known)}
-        chosen = np.sort(np.array([place[site] for site in sites], np.int64))
-        reader = Snapshots(self._reader, self._timeline, chosen)
-        for at in np.searchsorted(self._timeline.step, np.sort(np.array(steps, np.int64))).tolist():
-            yield from reader.read([at])
+        place = {site: i for i, site in enumerate(known)}
+        chosen = Snapshots(reader, timeline, np.sort(np.array([place[site] for site in of], np.int64)))
+        for at in np.searchsorted(steps, np.sort(np.array(wanted, np.int64))).tolist():
+            yield from chosen.read([at])
 
-    def _list_detailed(self) -> Counts:
-        found = self._timeline.rows_of(self._reader.table("details", ["attempt", "record"], Chosen()))
-        result: Counts = self._timeline.step[np.unique(found[found >= 0])]
-        return result
-
-    def _scalars(self) -> dict[str, tuple[Counts, Array]]:
-        table = self._run.scalars
-        return by_name(zip(*(table[name].to_pylist() for name in ("step", "name", "value")), strict=True))
-
-    def _list_skipped(self) -> list[tuple[Site, Skipped, int]]:
-        return merge_skipped(
+    detailed = timeline.rows_of(reader.table("details", ["attempt", "record"], Chosen()))
+    scalars = loaded.scalars
+    return Recorded(
+        name,
+        sites,
+        steps,
+        lambda names: planes(reader, timeline, rows, names),
+        snapshots,
+        steps[np.unique(detailed[detailed >= 0])],
+        timeline.time / 1e6,
+        by_name(zip(*(scalars[name].to_pylist() for name in ("step", "name", "value")), strict=True)),
+        loaded.findings,
+        merge_skipped(
             (Site(name, tensor), Skipped(*why), step)
-            for step, text in zip(self._timeline.step.tolist(), self._timeline.columns["skipped"], strict=True)
+            for step, text in zip(steps.tolist(), skipped, strict=True)
             for name, tensor, *why in json.loads(text)
-        )
+        ),
+        _settings(loaded.attempts, max(timeline.columns["rows"], default=1)),
+    )
 
-    def _settings(self) -> dict[str, Any]:
-        attempts = self._run.attempts
-        return {
-            **attempts[-1]["settings"],
-            "rows": max(self._timeline.columns["rows"], default=1),  # of one of so many, where that was read at least
-            "attempts": len(attempts),
-            "ended": attempts[-1]["ended"] or "it has not ended, or was cut off",
-            "dropped": sum(each["dropped"] for each in attempts),
-        }
+
+def _settings(attempts: list[dict[str, Any]], rows: int) -> dict[str, Any]:
+    """rows: one of so many was read, where that was read at least."""
+    return {
+        **attempts[-1]["settings"],
+        "rows": rows,
+        "attempts": len(attempts),
+        "ended": attempts[-1]["ended"] or "it has not ended, or was cut off",
+        "dropped": sum(each["dropped"] for each in attempts),
+    }

@@ -43,7 +43,7 @@ STATISTICS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "centre": ("mean / rms", "signed", ("mean", "rms")),
     "zeros": ("share of zeros", "share", ("zeros", "count")),
 }
-_BAD = "nans+posinfs+neginfs"
+BAD = "nans+posinfs+neginfs"
 # Name of a line, its statistic, and how a column is made of steps.
 LINES: dict[str, tuple[str, Callable[[Array, Counts], Array]]] = {
     "rms": ("rms", average),
@@ -57,22 +57,13 @@ LINES: dict[str, tuple[str, Callable[[Array, Counts], Array]]] = {
 }
 
 
-def values_and_bad(recorded: Recorded, key: str) -> tuple[Array, Array]:
-    """Return ``[n, t]`` of one of `STATISTICS`, and of how many values were not finite; NaN where a site was silent."""
+def read(recorded: Recorded, key: str, *more: str) -> list[Array]:
+    """Return ``[n, t]`` of one of `STATISTICS`, then `planes` of others; NaN where a site was silent."""
     names = STATISTICS[key][2]
-    found = recorded.planes([*names, _BAD])
-    return _quotient(found, names), found[_BAD]
-
-
-def values_of(recorded: Recorded, key: str) -> Array:
-    """Return the first of these alone."""
-    names = STATISTICS[key][2]
-    return _quotient(recorded.planes(names), names)
-
-
-def _quotient(found: dict[str, Array], names: tuple[str, ...]) -> Array:
+    found = recorded.planes([*names, *more])
     with np.errstate(divide="ignore", invalid="ignore"):
-        return found[names[0]] if len(names) == 1 else found[names[0]] / found[names[1]]
+        values = found[names[0]] if len(names) == 1 else found[names[0]] / found[names[1]]
+    return [values, *(found[each] for each in more)]
 
 
 def change(values: Array, kind: str) -> Array:

@@ -8,7 +8,7 @@ import numpy as np
 
 from hookstats.numbers.fields import Array, Site
 from hookstats.numbers.kinds import kind_of
-from hookstats.report.planes import COLUMNS, STATISTICS, change, values_and_bad
+from hookstats.report.planes import BAD, COLUMNS, STATISTICS, change, read
 from hookstats.report.record import Recorded
 from hookstats.report.reducing import edges, farthest, largest, marks
 from hookstats.report.writing import order_sites
@@ -34,7 +34,7 @@ def plot(recorded: Recorded, statistic: str, tensor: str, relative: bool, log: b
         raise ValueError(f"plot: expected a tensor of {known}; got {tensor!r}")
     title, kind, _ = STATISTICS[statistic]
     begin = edges(len(recorded.steps), COLUMNS)
-    values, bad = (each[rows] for each in values_and_bad(recorded, statistic))
+    values, bad = (each[rows] for each in read(recorded, statistic, BAD))
     cells, norm, colours, label = _cells(values, kind, title, begin, relative, log, Normalize, LogNorm)
     if axes is None:
         height = min(max(0.17 * len(rows), 1.6), 9.0) + 0.9

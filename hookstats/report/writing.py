@@ -52,7 +52,7 @@ class PageContents:
         self._runs = [recorded] if self._pair is None else [self._pair.first, self._pair.second]
         self._begin = edges(len(self._runs[0].steps), planes.COLUMNS)
         # What the first picture shows is read together with what the record says: reading is most of the time.
-        both = [planes.values_and_bad(run, "rms") for run in self._runs]
+        both = [planes.read(run, "rms", planes.BAD) for run in self._runs]
         self._is_bad = [marks(bad, self._begin) for _, bad in both]
         known = [~np.isnan(bad) for _, bad in both]
         self._bad = float(both[0][1].sum(where=known[0]))
@@ -86,7 +86,7 @@ class PageContents:
 
     def _make(self, group: str) -> dict[str, bytes]:
         if group in planes.STATISTICS:
-            return self._heatmaps(group, [planes.values_of(run, group) for run in self._runs])
+            return self._heatmaps(group, [planes.read(run, group)[0] for run in self._runs])
         if group == "line":
             return self._lines()
         if group == "more":

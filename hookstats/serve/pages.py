@@ -59,7 +59,7 @@ def _row(id: str, run: Summary) -> str:
         ("", _loss(run)),
         ("findings-of", findings),
         ("number", "" if not run.ranks else f"{run.ranks} rank{'s' * (run.ranks > 1)}"),
-        ("number muted", _format_time(run.changed)),
+        ("number muted", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.changed)) if run.changed else ""),
         ("tick", f'<input type="checkbox" value="{id}" aria-label="beside another run: {escape_html(run.name)}">'),
     )
     rest = "".join(f'<td class="{kind}">{cell}</td>' for kind, cell in cells)
@@ -67,10 +67,6 @@ def _row(id: str, run: Summary) -> str:
 
 
 _WORDS = {"recording": "alive", "ended": "closed"}
-
-
-def _format_time(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else ""
 
 
 def _loss(run: Summary) -> str:

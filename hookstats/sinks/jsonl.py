@@ -12,7 +12,7 @@ from typing import Any
 from hookstats._locks import Lock
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.sinks.adapter import FileSink
-from hookstats.sinks.keys import DEFAULT_STATISTICS, FindingLike, Keys
+from hookstats.sinks.keys import DEFAULT_STATISTICS, Keys
 
 _BEGINNING = b'{"step": '  # of each line
 
@@ -71,7 +71,7 @@ class JsonLines(FileSink):
             row[key] = {"counts": bars.counts.tolist(), "edges": bars.edges.tolist()}
         self._write(row)
 
-    def finding(self, finding: FindingLike) -> None:
+    def finding(self, finding: Any) -> None:
         """A line of its own: ``step``, ``finding`` (the rule), ``severity``, ``site``, ``value``, ``sentence``, ..."""
         told = finding.to_json()
         self._write({"step": told.pop("step"), "finding": told.pop("rule"), **told})

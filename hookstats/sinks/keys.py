@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from hashlib import sha256
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,24 +26,6 @@ PREFIX = "hookstats/"  # with what follows at most 241 characters: mlflow takes 
 _MODEL = "whole-model"  # as `Snapshot.flat` has it
 _MOST_BYTES = {"name": 160, "tensor": 60}
 _MARKED = re.compile(r".*-[0-9a-f]{8}", re.DOTALL)
-
-
-class FindingLike(Protocol):
-    """The argument of a sink's ``finding``, a `hookstats.rules.Finding`: its str has step, severity, rule, sentence."""
-
-    @property
-    def rule(self) -> str: ...
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def severity(self) -> str: ...
-
-    @property
-    def sentence(self) -> str: ...
-
-    def to_json(self) -> dict[str, Any]: ...
 
 
 class Bars(NamedTuple):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from typing import Any
 
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.sinks.adapter import active_run, package_of
-from hookstats.sinks.keys import DEFAULT_STATISTICS, PREFIX, FindingLike, Keys, spell_key
+from hookstats.sinks.keys import DEFAULT_STATISTICS, PREFIX, Keys, spell_key
 
 _LONGEST = 5000  # characters of a tag, which all of mlflow's stores take
 
@@ -57,7 +58,7 @@ class Mlflow:
         self._there.update(values)  # where it cannot be sent, training waits for that once
         self._client.log_batch(self._run_id, metrics, synchronous=is_new)
 
-    def finding(self, finding: FindingLike) -> None:
+    def finding(self, finding: Any) -> None:
         """A tag of the run, ``hookstats.finding.<step>.<rule>.<number>``, with the severity and the sentence."""
         self._findings += 1
         key = f"hookstats.finding.{finding.step:08d}.{spell_key(finding.rule, 160)}.{self._findings}"

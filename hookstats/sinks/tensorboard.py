@@ -10,7 +10,7 @@ from typing import Any
 
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.sinks.adapter import FileSink, package_of
-from hookstats.sinks.keys import DEFAULT_STATISTICS, PREFIX, FindingLike, Keys, spell_key
+from hookstats.sinks.keys import DEFAULT_STATISTICS, PREFIX, Keys, spell_key
 
 
 class TensorBoard(FileSink):
@@ -73,7 +73,7 @@ class TensorBoard(FileSink):
             event.summary.value.add(tag=PREFIX + key, histo=histogram)
         self._write(event)
 
-    def finding(self, finding: FindingLike) -> None:
+    def finding(self, finding: Any) -> None:
         """A text, with the step that it is about, under ``hookstats/findings/<rule>``."""
         event = self._event(step=finding.step, wall_time=time.time())
         text = self._tensor(dtype=self._string, string_val=[f"**{finding.severity}**: {finding.sentence}".encode()])

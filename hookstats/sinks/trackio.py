@@ -7,7 +7,7 @@ from typing import Any
 
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.sinks.adapter import active_run, package_of
-from hookstats.sinks.keys import DEFAULT_STATISTICS, PREFIX, FindingLike, Keys
+from hookstats.sinks.keys import DEFAULT_STATISTICS, PREFIX, Keys
 
 
 class Trackio:
@@ -45,7 +45,7 @@ class Trackio:
         del values[f"{PREFIX}step"]
         self._run.log(values, step=snapshot.step)
 
-    def finding(self, finding: FindingLike) -> None:
+    def finding(self, finding: Any) -> None:
         """An alert at the step that it is about, which Trackio prints, too."""
         level = {"note": self._level.INFO, "warning": self._level.WARN, "critical": self._level.ERROR}
         title = f"hookstats: {finding.rule}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from hookstats.numbers.snapshot import Snapshot
 from hookstats.sinks.adapter import active_run, package_of
-from hookstats.sinks.keys import DEFAULT_STATISTICS, PREFIX, FindingLike, Keys, spell_key
+from hookstats.sinks.keys import DEFAULT_STATISTICS, PREFIX, Keys, spell_key
 
 
 class Wandb:
@@ -57,7 +57,7 @@ class Wandb:
         self._run.log(values, commit=False)
         self._row = row
 
-    def finding(self, finding: FindingLike) -> None:
+    def finding(self, finding: Any) -> None:
         """An alert where it is more than a note: W&B sends alerts by mail or Slack, as its user has set."""
         level = {"warning": "WARN", "critical": "ERROR"}.get(finding.severity)
         if level is not None:  # of alerts with one title W&B would keep back all that come within a minute

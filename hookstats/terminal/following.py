@@ -57,8 +57,7 @@ class Followed:
         self._at = 0  # bytes of findings.jsonl that were read
         self.run: Run | None = None  # as it was at the last look
         self.findings: list[Finding] = []
-        self.steps: deque[tuple[int, dict[str, float]]] = deque(maxlen=WINDOW)  # those that were measured
-        self.earlier: deque[dict[int, dict[str, float]]] = deque(maxlen=WINDOW)  # scalars of those before each
+        self.steps: deque[Snapshot] = deque(maxlen=WINDOW)  # those that were measured
         self._rms: deque[dict[Site, float]] = deque(maxlen=WINDOW)
 
     def look(self) -> tuple[list[Snapshot], list[Finding]]:
@@ -68,10 +67,9 @@ class Followed:
         if not list_parts(self.folder).begun:
             return [], found
         self.run = run = load(self.path, ranks=self._rank)
-        seen = self.steps[-1][0] if self.steps else -1
+        seen = self.steps[-1].step if self.steps else -1
         if run.steps and run.steps[-1] < seen:  # an attempt that was resumed from an earlier step
             self.steps.clear()
-            self.earlier.clear()
             self._rms.clear()
             seen = -1
         numbers = [step for step in run.steps[-WINDOW:] if step > seen]
@@ -79,10 +77,8 @@ class Followed:
         for step in numbers:
             with suppress(RunError):  # a file with its rows cannot be read
                 snapshots.append(run[step])
-        for snapshot in snapshots:
-            self.steps.append((snapshot.step, snapshot.scalars))
-            self.earlier.append(snapshot.earlier_scalars)
-            self._rms.append(dict(zip(snapshot.order, _rms(snapshot).tolist(), strict=True)))
+        self.steps.extend(snapshots)
+        self._rms.extend(dict(zip(each.order, _rms(each).tolist(), strict=True)) for each in snapshots)
         return snapshots, found
 
     def state(self) -> RunState:
@@ -146,15 +142,15 @@ class Followed:
     def values(self, name: str, most: int) -> list[float]:
         """A scalar in all steps of the window, measured or not; of more than `most`, averages over equal parts."""
         found: list[float] = []
-        for earlier, (_, scalars) in zip(self.earlier, self.steps, strict=True):
-            found += [each[name] for each in [*earlier.values(), scalars] if name in each]
+        for step in self.steps:
+            found += [each[name] for each in [*step.earlier_scalars.values(), step.scalars] if name in each]
         return [float(part.mean()) for part in np.array_split(found, most) if len(part)]
 
     def find_worst(self, most: int) -> list[Worst]:
         """Sites of the latest step, the worst first."""
-        if not self._rms:
+        if not self.steps:
             return []
-        first = self.steps[0][0]
+        first = self.steps[0].step
         gravest: dict[Site, int] = {}
         for finding in self.findings:
             if finding.site is not None and finding.step >= first:

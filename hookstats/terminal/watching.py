@@ -89,7 +89,7 @@ def picture(followed: Followed, state: RunState, height: int, width: int) -> Gro
     parts: list[Any] = [line(str(followed.path), "bold"), Text(sentence, _KINDS[state.kind]), line(_about(followed))]
     names = max(20, width // 3)
     bars = max(8, min(WINDOW, width - names - 42))  # beside tensor and numbers
-    for name, latest in list(followed.steps[-1][1].items())[:4] if followed.steps else []:
+    for name, latest in list(followed.steps[-1].scalars.items())[:4] if followed.steps else []:
         parts.append(line(f"{name:<10.20} {latest:<12.6g} {sparkline(followed.values(name, bars))}"))
     chapters = story(followed.findings)
     shown = chapters[: max(3, height // 4)]
@@ -129,4 +129,4 @@ def _about(followed: Followed) -> str:
     again = f", attempt {last['attempt']}" if last["attempt"] > 1 else ""
     missing = f", {last['dropped']} dropped" if last["dropped"] else ""
     sites = len(followed.run.sites)
-    return f"{model}: step {followed.steps[-1][0]}, {records} steps recorded{missing}, {sites} sites{again}"
+    return f"{model}: step {followed.steps[-1].step}, {records} steps recorded{missing}, {sites} sites{again}"

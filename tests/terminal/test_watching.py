@@ -72,7 +72,7 @@ def test_a_run_that_is_recorded_says_by_whom_and_ends_when_it_ends(
         "all that it had measured is in the record"
     )
     followed.look()
-    assert [step for step, _ in followed.steps] == list(range(6))
+    assert [each.step for each in followed.steps] == list(range(6))
 
 
 def test_a_run_whose_writer_was_killed_too_says_what_writes_the_rest(
@@ -143,7 +143,7 @@ def test_steps_that_a_resumed_attempt_replaces_leave_the_screen(tmp_path: Path) 
     followed.look()
     written(tmp_path / "run", range(5, 7))
     followed.look()
-    assert [step for step, _ in followed.steps] == list(range(7))
+    assert [each.step for each in followed.steps] == list(range(7))
     assert len(followed.find_worst(1)[0].rms) == 7
 
 
