@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from hookstats.numbers.fields import Site
 from hookstats.numbers.kinds import kind_of
 from hookstats.rules.engine import depth, is_cause
 from hookstats.rules.finding import MOST_SITES, SEVERITIES, Cause, Finding
@@ -120,17 +121,17 @@ def explains(cause: Finding, effect: Finding) -> bool:
 def merge_findings(found: Iterable[Finding]) -> list[Finding]:
     """The findings of one step: those of one rule, kind of tensor and severity become the first of them.
 
-    It lists the sites of all; its sentence says how many there are.
+    It lists the sites of all; its sentence says how many there are. Of several at one site the first is told.
     """
-    groups: dict[tuple[str, str, str], list[Finding]] = defaultdict(list)
+    groups: dict[tuple[str, str, str], dict[Site, Finding]] = defaultdict(dict)
     result: list[Finding] = []
     for each in found:
         if each.site is None or each.site_count > 1:
             result.append(each)
         else:
             kind = kind_of(each.site.tensor).name
-            groups[each.rule, kind, each.severity].append(each)
-    for first, *others in groups.values():
+            groups[each.rule, kind, each.severity].setdefault(each.site, each)
+    for first, *others in (group.values() for group in groups.values()):
         if others:
             sites = [first.site, *(each.site for each in others)]
             names = ", ".join(dict.fromkeys(site.name or "the model" for site in sites[1:4] if site is not None))
