@@ -17,6 +17,7 @@ from torch.nn.functional import (
     nll_loss,
 )
 
+from benchmarks.illnesses.ill import always, when
 from benchmarks.illnesses.models import GPT, Around, Rotating, Several, layers
 from benchmarks.illnesses.training import Batch, Setup, adam, ill, images, sgd, text
 
@@ -25,11 +26,7 @@ from benchmarks.illnesses.training import Batch, Setup, adam, ill, images, sgd, 
 
 @ill("evaluation-mode", on=("cnn", "mlp"))
 def a_validation_after_which_the_model_stays_in_evaluation_mode(setup: Setup) -> None:
-    def validate(step: int) -> None:
-        if step == 60:
-            setup.model.eval()
-
-    setup.before.append(validate)
+    setup.before = when(60, lambda: setup.model.eval())
 
 
 # Labels and losses
@@ -444,10 +441,4 @@ def a_momentum_above_1(setup: Setup) -> None:
 def activations_that_a_norm_hides(setup: Setup) -> None:
     """The input of a batch norm doubles from step to step, and is divided by that."""
     setup.steps = 60
-    block: Any = setup.model[1]
-
-    def grow(step: int) -> None:
-        if step >= 20:
-            block.conv1.weight.data.mul_(2)
-
-    setup.before.append(grow)
+    setup.before = always(lambda step: setup.model[1].conv1.weight.mul_(2) if step >= 20 else None)

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adam
 
+from benchmarks.illnesses.ill import when
 from benchmarks.illnesses.models import GPT, layers
 from benchmarks.illnesses.training import Batch, Setup, adam, by, digits, ill, images, sgd
 
@@ -66,12 +67,8 @@ def labels_that_are_random_in_one_batch(setup: Setup) -> None:
 def weights_that_a_bit_has_flipped(setup: Setup) -> None:
     _of_layers(setup, 120)
 
-    def flip(number: int) -> None:
-        if number == 85:
-            with torch.no_grad():
-                setup.model[2].weight[3, setup.model[2].weight[3].argmax()] *= 2.0**8
-
-    setup.before = [flip]
+    row = setup.model[2].weight[3]
+    setup.before = when(85, lambda: row[row.argmax()].mul_(2.0**8))
 
 
 @ill("nonfinite", on=("digits",))

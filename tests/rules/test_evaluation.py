@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-import hookstats
-from hookstats import Snapshot
 from hookstats.results import Finding
 from hookstats.rules import evaluation_mode, judge
+from tests.rules.trainings import train
 
 STEPS = 24
 
@@ -38,17 +37,17 @@ class Net(nn.Module):
 def findings(after: Callable[[Net, int], None], every: int = 1, zero: bool = False) -> list[Finding]:
     """Train, do something after each step, and return the findings."""
     torch.manual_seed(0)
-    model, snapshots = Net().train(), list[Snapshot]()
+    model = Net().train()
+
+    def loss_of(step: int) -> torch.Tensor:
+        if zero:
+            for each in model.parameters():
+                each.grad = torch.zeros_like(each)
+        return nn.functional.cross_entropy(model(torch.randn(16, 8)), torch.randint(0, 3, (16,)))
+
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with hookstats.attach(model, every=every, sinks=[snapshots.append]) as monitor:
-        for step in range(STEPS):
-            x, y = torch.randn(16, 8), torch.randint(0, 3, (16,))
-            optimizer.zero_grad(set_to_none=not zero)
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            monitor.step()
-            after(model, step)
-    return judge(snapshots, [evaluation_mode])
+    before = lambda step: step and after(model, step - 1)  # noqa: E731
+    return judge(train(model, loss_of, optimizer, STEPS, before, every=every), [evaluation_mode])
 
 
 @pytest.mark.parametrize(("every", "said"), [(1, 12), (4, 20)])
