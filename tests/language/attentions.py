@@ -71,10 +71,29 @@ def train(model: nn.Module, steps: int = 1, run: Callable[..., Any] | None = Non
     return trainings.train(model, lambda step: (run or model)(batch()).square().mean(), optimizer, steps, **options)
 
 
+def logits_in_float64(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+    softcap: float = 0.0,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Return the logits of all queries, masked ones -Inf."""
+    q, k = q.detach().double(), k.detach().double().repeat_interleave(q.shape[1] // k.shape[1], 1)
+    logits = q @ k.mT * (scale or 1 / math.sqrt(q.shape[-1]))
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask.double()
+    if is_causal:
+        logits = logits.masked_fill(torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    return logits
+
+
 def logits_of(attention: Attention, x: torch.Tensor) -> torch.Tensor:
-    """In float64."""
+    """Return those of a causal attention, in float64."""
     sizes = [8 * attention.heads, 8 * attention.key_heads, 8 * attention.key_heads]
     wide = copy.deepcopy(attention.qkv).double()
     q, k, _ = (y.unflatten(-1, (-1, 8)).transpose(1, 2) for y in wide(x.double()).split(sizes, -1))
-    logits = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT / math.sqrt(8)
-    return logits.masked_fill(torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1), -torch.inf).detach()
+    return logits_in_float64(q, k, is_causal=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -10,24 +9,9 @@ import torch
 
 from hookstats.language import rows as module
 from hookstats.language.rows import AttentionRows, attention_rows, choose_rows
+from tests.language.attentions import logits_in_float64
 
 TURN = torch.tensor([5])
-
-
-def softmax_of(
-    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, softcap: float = 0.0
-) -> torch.Tensor:
-    """The logits of all queries in float64, masked ones -Inf."""
-    q, k = q.double(), k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
-    logits = q @ k.mT / math.sqrt(q.shape[-1])
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
-    if mask is not None:
-        logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask.double()
-    if is_causal:
-        later = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
-        logits = logits.masked_fill(later, -torch.inf)
-    return logits
 
 
 def check(found: AttentionRows, logits: torch.Tensor, tolerance: float = 2e-5) -> None:
@@ -69,7 +53,7 @@ def test_rows_are_those_of_a_float64_softmax(
     q, k = torch.randn(3, 6, queries, 8) * 3, torch.randn(3, key_heads, keys, 8)
     mask = mask_of(name, 3, 6, queries, keys)
     wanted = None if mask is None else mask.masked_fill(mask < -1e30, -torch.inf) if mask.is_floating_point() else mask
-    logits = softmax_of(q, k, wanted, is_causal)
+    logits = logits_in_float64(q, k, wanted, is_causal)
     check(attention_rows(q, k, mask, TURN, None, None, is_causal, None), logits)
     for piece in (1, 4000):  # one row after the other; some items of the batch together
         monkeypatch.setattr(module, "_PIECE_BYTES", piece)
@@ -85,21 +69,21 @@ def test_logits_of_all_dtypes_are_computed_in_float32_or_more_whatever_autocast_
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = attention_rows(q, k, None, TURN, None, None, True, None)
     assert found.max.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    check(found, softmax_of(q, k, None, True), 1e-12 if dtype == torch.float64 else 2e-5)
+    check(found, logits_in_float64(q, k, None, True), 1e-12 if dtype == torch.float64 else 2e-5)
 
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 100.0, 1e4])
 def test_logits_of_any_size(size: float) -> None:
     torch.manual_seed(0)
     q, k = torch.randn(1, 2, 16, 8).double() * size, torch.randn(1, 2, 16, 8).double()
-    check(attention_rows(q, k, None, TURN, None, None, True, None), softmax_of(q, k, None, True), 1e-10)
+    check(attention_rows(q, k, None, TURN, None, None, True, None), logits_in_float64(q, k, None, True), 1e-10)
 
 
 def test_a_softcap_bends_logits_before_the_mask() -> None:
     torch.manual_seed(0)
     q, k = torch.randn(1, 2, 16, 8) * 30, torch.randn(1, 2, 16, 8)
     found = attention_rows(q, k, None, TURN, None, None, True, None, softcap=10.0)
-    check(found, softmax_of(q, k, None, True, 10.0))
+    check(found, logits_in_float64(q, k, None, True, 10.0))
     assert found.bound.max() <= 10
 
 
@@ -131,7 +115,7 @@ def test_other_numbers_of_dimensions() -> None:
     torch.manual_seed(0)
     q, k = torch.randn(2, 3, 4, 16, 8), torch.randn(2, 3, 2, 16, 8)
     found = attention_rows(q, k, torch.ones(16, 16, dtype=torch.bool).tril(), TURN, None, None, False, None)
-    check(found, softmax_of(q.flatten(0, 1), k.flatten(0, 1), None, True))
+    check(found, logits_in_float64(q.flatten(0, 1), k.flatten(0, 1), None, True))
     one_head = attention_rows(q[0, 0], k[0, 0].repeat(2, 1, 1), None, TURN, None, None, True, None)
     assert one_head.max.shape == (4, 16, 1)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from hookstats import Options, Snapshot
 
 pytest.importorskip("transformers")
 from tests.language import zoo
+from tests.language.attentions import logits_in_float64
 
 TEN = ["llama", "gpt2", "qwen3", "mistral", "olmo2", "phi3", "gpt_neox", "starcoder2", "deepseek_v3", "mixtral"]
 WITHOUT_ATTENTION = {"mamba", "rwkv"}
@@ -77,7 +77,7 @@ def measure_attention(model: Any, run: Any) -> Snapshot:
         given, keeping = [], F.scaled_dot_product_attention
 
         def keep_rows(q: Any, k: Any, v: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
-            given.append((q.detach().double(), k.detach().double(), attn_mask, kwargs))
+            given.append((q, k, attn_mask, kwargs))
             return keeping(q, k, v, attn_mask, *args, **kwargs)
 
         if run is model:
@@ -89,15 +89,7 @@ def measure_attention(model: Any, run: Any) -> Snapshot:
         snapshot = monitor.snapshot()
     sites = [site for site in snapshot.order if site.tensor == "attention.max_logit"]
     for site, (q, k, mask, kwargs) in zip(sites, given, strict=False):
-        logits = (
-            q
-            @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT
-            * (kwargs.get("scale") or 1 / math.sqrt(q.shape[-1]))
-        )
-        if kwargs.get("is_causal"):
-            logits = logits.masked_fill(torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
-        if mask is not None:
-            logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+        logits = logits_in_float64(q, k, mask, kwargs.get("is_causal", False), scale=kwargs.get("scale"))
         stats = snapshot[site].channels
         assert abs(stats.max - logits.amax((0, 2, 3)).numpy()).max() < 1e-5
     assert run is not model or len(given) == len(sites) == 2
