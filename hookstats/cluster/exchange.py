@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypeAlias
 
@@ -58,16 +59,8 @@ def find_default_store() -> Store:
     return store.clone()
 
 
-def total(parts: Numbers) -> Numbers:
-    """Fold by adding up."""
-    result: Numbers = parts.sum(0, dtype=parts.dtype)
-    return result
-
-
-def largest(parts: Numbers) -> Numbers:
-    """Fold by keeping the largest."""
-    result: Numbers = parts.max(0)
-    return result
+total: Fold = partial(np.sum, axis=0)
+largest: Fold = partial(np.max, axis=0)
 
 
 class _Group(NamedTuple):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hookstats.numbers.fields import Array, Counts
+from hookstats.numbers.fields import Array
 from hookstats.report.record import Recorded
 from hookstats.report.reducing import (
     NONFINITE,
@@ -17,6 +16,7 @@ from hookstats.report.reducing import (
     CodedRows,
     Codes,
     Marks,
+    Reduction,
     absolute_rows,
     average,
     edges,
@@ -45,7 +45,7 @@ STATISTICS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 }
 BAD = "nans+posinfs+neginfs"
 # Name of a line, its statistic, and how a column is made of steps.
-LINES: dict[str, tuple[str, Callable[[Array, Counts], Array]]] = {
+LINES: dict[str, tuple[str, Reduction]] = {
     "rms": ("rms", average),
     "rms_low": ("rms", smallest),
     "rms_high": ("rms", largest),

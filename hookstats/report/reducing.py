@@ -5,7 +5,9 @@ The page reduces these once more, to pixels: assets/cells.js.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +16,7 @@ from hookstats.numbers.fields import Array, Counts
 
 Codes = NDArray[np.uint8]
 Marks = NDArray[np.bool_]
+Reduction: TypeAlias = Callable[[Array, Counts], Array]
 
 SILENT, ZERO, FIRST, LAST, NONFINITE = 0, 1, 2, 253, 255
 NEUTRAL = 128  # of what is told with a sign
@@ -42,15 +45,9 @@ def edges(steps: int, columns: int) -> Counts:
     return np.arange(count, dtype=np.int64) * steps // count
 
 
-def largest(values: Array, begin: Counts) -> Array:
-    """``[n, t]`` to ``[n, columns]``: NaN only where a column holds nothing else."""
-    result: Array = np.fmax.reduceat(values, begin, axis=1)
-    return result
-
-
-def smallest(values: Array, begin: Counts) -> Array:
-    result: Array = np.fmin.reduceat(values, begin, axis=1)
-    return result
+# ``[n, t]`` to ``[n, columns]``: NaN only where a column holds nothing else.
+largest: Reduction = partial(np.fmax.reduceat, axis=1)
+smallest: Reduction = partial(np.fmin.reduceat, axis=1)
 
 
 def farthest(values: Array, begin: Counts) -> Array:
