@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from hookstats.modules.channels import find_natural_channels
+from hookstats.modules.channels import find_channel_dim, find_natural_channels
 
 _REMEMBERED = 1024  # shapes: as many as a large model has
 
@@ -79,7 +79,7 @@ def find_channel_dim_by_evidence(x: torch.Tensor, widths: Widths, ran: Ran) -> i
     for width in ran.widths():
         if dims := [dim for dim in _match_sizes(x, {width}) if dim]:
             return _choose_likeliest(dims, x, ran)
-    return _find_usual_dim(ndim)
+    return find_channel_dim(x, None) % ndim
 
 
 def _match_sizes(x: torch.Tensor, widths: Collection[int]) -> list[int]:
@@ -99,10 +99,5 @@ def _choose_likeliest(dims: list[int], x: torch.Tensor, ran: Ran) -> int:
         if len(square) == 1:
             return square[0]
     latest = next((dim for sizes, dim in reversed(ran.dims.items()) if len(sizes) == ndim), None)
-    usual = _find_usual_dim(ndim) if latest is None else latest
+    usual = find_channel_dim(x, latest) % ndim
     return usual if usual in dims else dims[-1]
-
-
-def _find_usual_dim(ndim: int) -> int:
-    """Return the usual dimension, where nothing else tells."""
-    return 1 if ndim in (4, 5) else ndim - 1

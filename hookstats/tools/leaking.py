@@ -258,7 +258,9 @@ class Probing:
             self._same.discard(name)
             return
         scale = float(before.float().abs().nan_to_num(posinf=0, neginf=0).max()) or 1.0
-        bound = _HEADROOM * (_find_unit(module, x) + _SUM) * _list_steps(module, x)
+        bound = _HEADROOM * (_find_unit(module, x) + _SUM)
+        if isinstance(module, nn.RNNBase) and x.dim():  # it rounds its state once a step
+            bound *= max(x.shape) ** 0.5
         worst = [each.worst(x) / scale for each in readings]
         least = min(range(len(readings)), key=worst.__getitem__)
         if question.kind in ("", "samples"):
@@ -432,11 +434,6 @@ def _find_unit(module: nn.Module, x: torch.Tensor) -> float:
     if torch.is_autocast_enabled(x.device.type):
         dtypes.add(torch.get_autocast_dtype(x.device.type))
     return max(torch.finfo(dtype).eps / 2 for dtype in dtypes)
-
-
-def _list_steps(module: nn.Module, x: torch.Tensor) -> float:
-    """Return the factor by which a recurrent module may be further off: it rounds its state once a step."""
-    return max(x.shape) ** 0.5 if isinstance(module, nn.RNNBase) and x.dim() else 1.0
 
 
 def _compute_share(x: torch.Tensor) -> float:
