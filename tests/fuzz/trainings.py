@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -180,6 +181,10 @@ def _check(script: Script, model: nn.Module, seen: Seen, snapshot: Snapshot) -> 
         is_wanted = kind in script.kinds or (name == "" and tensor == "input" and "model_input" in script.kinds)
         if is_wanted and tensors and (name in names or not _is_of_module(kind)):
             assert (name, tensor) in snapshot, f"{name} {tensor} is missing"
+    if "param_grad" in script.kinds:
+        gradients = [each for (_, kind), tensors in expected.items() if kind == "param_grad" for each in tensors]
+        norm = float(torch.cat([each.double().flatten() for each in gradients]).norm()) if gradients else None
+        assert snapshot.grad_norm == pytest.approx(norm, rel=1e-5, nan_ok=True), "grad_norm"
     for site in snapshot:
         stats, tensors = snapshot[site], expected.get(site, [])
         kind = site.tensor.partition(".")[0]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import hookstats
 from hookstats.__main__ import main
 from hookstats.numbers.given import Given
-from hookstats.records.endings import ending_of, is_death
+from hookstats.records.endings import Exits, ending_of, is_death
 from tests.conftest import ROOT
 from tests.ranks import outcomes
 from tests.records import recorded
@@ -174,6 +174,20 @@ def test_the_place_in_which_a_signal_came_is_kept(ended: dict[str, tuple[Path, i
     path, _, _ = ended["term in C"]
     recorded.wait_for(lambda: hookstats.load(path).attempts[0]["ended"])
     assert "in <string>, line " in hookstats.load(path).attempts[0]["ended"]
+
+
+def test_an_exit_is_noted_by_each_that_listens_and_taken_back() -> None:
+    before = sys.exit
+    Exits().close()
+    assert sys.exit is before
+    first, second = Exits(), Exits()
+    first.close()
+    with pytest.raises(SystemExit, match="why"):
+        sys.exit("why")
+    assert second.describe_ending() == "died: sys.exit('why')"
+    second.forget()
+    assert second.describe_ending() == "ended: without monitor.detach()"
+    second.close()
 
 
 def test_an_error_whose_text_cannot_be_made_is_named() -> None:

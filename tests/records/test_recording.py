@@ -312,6 +312,7 @@ def test_a_disk_that_is_full_costs_one_warning_and_no_step_of_training(tmp_path:
         assert "File too large" in told[0]
     assert recover(tmp_path / "part") == {"rank=0": [1]}
     assert hookstats.load(tmp_path / "part").steps[:5] == [0, 1, 2, 3, 4]
+    assert rings(tmp_path / "ring") == []
 
 
 def test_a_small_disk_that_fills_up_keeps_what_was_taken(tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
 def test_one_site_is_read_without_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hookstats.records.store.ROW_GROUP", 100)
     monkeypatch.setattr("hookstats.records.parts.ROW_GROUP", 100)
-    recorded.keep(tmp_path, {0: [recorded.measured(step) for step in range(64)]}, commit_each=1)
+    recorded.keep(tmp_path, {0: [recorded.measured(step) for step in range(64)]}, commit_each=4)
     recorded.merge(tmp_path)
     one, every = (hookstats.load(tmp_path, sites=sites, statistics=["rms"]) for sites in ("layers.20", None))
     asked = ["step", "time", "attempt", "site", "place", "order", "calls", "rms"]

@@ -12,7 +12,7 @@ from torch import nn
 
 import hookstats
 from hookstats import Snapshot
-from tests.report.browser import CHROMIUM, Browser
+from tests.report.browser import Browser
 
 
 class Page:
@@ -141,7 +141,7 @@ def test_tables_are_tables_as_the_last_line_of_a_cell(tmp_path: Path) -> None:
         assert str(shown(cell, known)["text/html"]).startswith("<div><b>")
 
 
-def test_a_notebook_shows_the_page_of_a_run_and_of_a_monitor_that_records(tmp_path: Path) -> None:
+def test_a_notebook_shows_the_page_of_a_run_and_of_a_monitor_that_records(chromium: Browser, tmp_path: Path) -> None:
     """Executed as Jupyter does, and opened: the frame holds the page, and its script has drawn the heatmap."""
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
@@ -170,29 +170,25 @@ def test_a_notebook_shows_the_page_of_a_run_and_of_a_monitor_that_records(tmp_pa
         assert frame["sandbox"] == "allow-scripts"  # not the notebook's origin
         assert unescape(frame["title"]) == f"hookstats report: {name}"
         assert unescape(frame["srcdoc"]).startswith("<!doctype html>")
-    if CHROMIUM is None:
-        pytest.skip("no Chromium is installed (apt-get install chromium)")
     exported = tmp_path / "notebook.html"
-    with Browser() as browser:
-        for output in outputs:
-            exported.write_text(f"<!doctype html><html><body>{output['data']['text/html']}</body></html>")
-            browser.call("Page.navigate", url=exported.as_uri())
-            browser.wait("document.querySelector('iframe') !== null && document.readyState === 'complete'")
-            inside = browser.context
-            assert browser.run("location.href", inside) == "about:srcdoc"
-            browser.wait("document.documentElement.dataset.ready === 'true'", context=inside)
-            assert browser.run("document.querySelector('iframe').clientHeight") == 640
-            colours = """(() => {
-              const canvas = document.getElementById("heat-cells"), { width, height } = canvas;
-              const { buffer } = canvas.getContext("2d").getImageData(0, 0, width, height).data;
-              return new Set(new Uint32Array(buffer)).size;
-            })()"""
-            assert browser.run(colours, inside) > 10
-            assert "4 measured" in browser.run("document.querySelector('#facts').innerText", inside)
-            browser.run("location.hash = '#site=1&step=2'", inside)
-            browser.wait("location.hash === '#site=1&step=2'", context=inside)
-        assert not browser.errors
-        assert all(url.startswith(("file:", "data:", "about:")) for url in browser.requests)
+    for output in outputs:
+        exported.write_text(f"<!doctype html><html><body>{output['data']['text/html']}</body></html>")
+        chromium.call("Page.navigate", url=exported.as_uri())
+        chromium.wait("document.querySelector('iframe') !== null && document.readyState === 'complete'")
+        inside = chromium.context
+        assert chromium.run("location.href", inside) == "about:srcdoc"
+        chromium.wait("document.documentElement.dataset.ready === 'true'", context=inside)
+        assert chromium.run("document.querySelector('iframe').clientHeight") == 640
+        colours = """(() => {
+          const canvas = document.getElementById("heat-cells"), { width, height } = canvas;
+          const { buffer } = canvas.getContext("2d").getImageData(0, 0, width, height).data;
+          return new Set(new Uint32Array(buffer)).size;
+        })()"""
+        assert chromium.run(colours, inside) > 10
+        assert "4 measured" in chromium.run("document.querySelector('#facts').innerText", inside)
+        chromium.run("location.hash = '#site=1&step=2'", inside)
+        chromium.wait("location.hash === '#site=1&step=2'", context=inside)
+    assert all(url.startswith(("file:", "data:", "about:")) for url in chromium.requests)
 
 
 def test_what_is_no_run_is_refused_in_words() -> None:

@@ -26,7 +26,7 @@ from hookstats import ExponentBins, Site
 from hookstats.watch.arguments import OF_LANGUAGE, TENSORS
 from tests.conftest import DEVICES, check
 from tests.models import THREE_KINDS, Containers, Residual, images, small_cnn
-from tests.plain import OF_OUTPUTS, Plain, check_against, together
+from tests.plain import OF_OUTPUTS, Plain, check_against
 from tests.tools.edits import zero_below
 
 
@@ -44,31 +44,6 @@ def test_every_default_site_of_a_cnn_matches_plain_hooks(per_channel: bool, devi
     assert set(snapshot) == {Site(name, tensor) for name in names for tensor in ("output", "grad_output")}
     check_against(plain, snapshot)
     assert mon.skipped == {}
-
-
-def test_microbatches_and_repeated_modules_are_merged() -> None:
-    shared = nn.Linear(6, 6)
-    model = nn.Sequential(shared, nn.Tanh(), shared)
-    mon = hookstats.attach(model, every=1, tensors=OF_OUTPUTS)
-    plain = Plain(model)
-    for seed in range(3):
-        model(torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))).sum().backward()
-    snapshot = mon.step()
-    assert snapshot["0", "output"].calls == snapshot["0", "grad_output"].calls == 6
-    assert {site.name for site in snapshot} == {"0", "1"}
-    for site in snapshot:
-        seen = [t for (name, tensor), ts in plain.seen.items() for t in ts if (name, tensor) == tuple(site)]
-        check(snapshot[site], together(seen, -1), -1)
-
-
-def test_the_residual_stream_is_watched_and_every_width_is_kept_apart() -> None:
-    model = Residual()
-    mon = hookstats.attach(model, every=1, tensors=OF_OUTPUTS)
-    plain = Plain(model)
-    model(torch.randn(3, 7, 16)).square().sum().backward()
-    snapshot = mon.step()
-    assert {site.name for site in snapshot if site.name.count(".") == 1} == {"blocks.0", "blocks.1", "blocks.2"}
-    check_against(plain, snapshot)
 
 
 @pytest.mark.parametrize(

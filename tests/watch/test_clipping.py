@@ -54,42 +54,37 @@ def test_norm_and_gradients_are_torchs(dtype: torch.dtype, max_norm: float) -> N
     assert not any("foreach_norm" in name for name in called)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 0.0])
-def test_what_is_not_finite_or_nothing_at_all_is_in_the_norm(value: float) -> None:
-    def change(model: nn.Module) -> None:
-        for parameter in model.parameters():
-            if value == 0:
-                parameter.grad.zero_()
-            else:
-                parameter.grad.view(-1)[3] = value
-
-    found, wanted, called = both(model_with_gradients(), 1.0, change)
-    torch.testing.assert_close(found, wanted, equal_nan=True)
-    assert not any("foreach_norm" in name for name in called)
-
-
-def test_means_far_from_zero_are_in_the_norm() -> None:
-    def change(model: nn.Module) -> None:
+def filled(value: float) -> Change:
+    def fill(model: nn.Module) -> None:
         for parameter in model.parameters():
             assert parameter.grad is not None
-            parameter.grad += 100
+            parameter.grad.view(-1)[3] = value
 
-    found, wanted, _ = both(model_with_gradients(), 1.0, change)
-    torch.testing.assert_close(found, wanted)
+    return fill
 
 
-def test_a_parameter_without_a_gradient_is_in_no_norm() -> None:
-    def change(model: nn.Module) -> None:
-        model[0].bias.grad = None  # type: ignore[index]
+def shift(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad += 100
 
-    found, wanted, called = both(model_with_gradients(), 1.0, change)
-    torch.testing.assert_close(found, wanted)
+
+CHANGES: dict[str, Change] = {
+    "NaN": filled(float("nan")),
+    "infinity": filled(float("inf")),
+    "the other infinity": filled(-float("inf")),
+    "zeros": lambda model: model.zero_grad(set_to_none=False),
+    "means far from zero": shift,
+    "one parameter without": lambda model: setattr(model[0].bias, "grad", None),  # type: ignore[index]
+    "none at all": nn.Module.zero_grad,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_of_odd_gradients_the_norm_is_torchs_too(change: str) -> None:
+    found, wanted, called = both(model_with_gradients(), 1.0, CHANGES[change])
+    torch.testing.assert_close(found, wanted, equal_nan=True)
     assert not any("foreach_norm" in name for name in called)
-
-
-def test_no_gradients_at_all() -> None:
-    found, wanted, _ = both(model_with_gradients(), 1.0, nn.Module.zero_grad)
-    assert found == wanted == 0
 
 
 def test_parameters_that_are_not_watched_are_clipped_by_torch() -> None:

@@ -11,7 +11,6 @@ import torch
 import torch._dynamo
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import checkpoint
 
 import hookstats
 from hookstats.watch import ignoring
@@ -160,25 +159,6 @@ def test_a_mask_may_leave_all_or_nothing(mask: torch.Tensor) -> None:
     with mon.ignore(mask):
         net(batch()).square().sum().backward()
     assert {stats.total.count > 0 for stats in mon.snapshot().values()} == {not mask.any().item()}
-
-
-@pytest.mark.parametrize("recompute", ["non-reentrant", "reentrant"])
-def test_a_recomputed_forward_is_masked_once(recompute: str) -> None:
-    net = model()
-    mon = hookstats.attach(net, every=1, tensors=OF_OUTPUTS)
-    x = batch().requires_grad_()
-    with mon.ignore(padding()):
-        for block in net.blocks:
-            x = checkpoint(block, x, use_reentrant=recompute == "reentrant")
-        loss = net.head(x).square().sum()
-        if recompute == "reentrant":
-            loss.backward()
-    if recompute != "reentrant":
-        loss.backward()
-    twin = model()
-    plain = Plain(twin)
-    twin(batch()).square().sum().backward()
-    check_masked(plain, [padding()], mon.snapshot())
 
 
 @pytest.mark.parametrize(("how", "backend"), [("whole", "aot_eager"), ("blocks", "eager"), ("blocks", "inductor")])

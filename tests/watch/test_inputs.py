@@ -24,42 +24,6 @@ def gradients(fn: Any, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return torch.autograd.grad(fn(*leaves).square().sum(), leaves)
 
 
-def test_inputs_and_their_gradients_are_those_that_a_module_gets() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-    x = torch.randn(6, 4, 5)
-    hidden = [x, model[0](x).detach(), model[1](model[0](x)).detach()]
-    mon = hookstats.attach(model, tensors=INPUTS, every=1)
-    model(x).square().sum().backward()
-    snapshot = mon.step()
-    for i, value in enumerate(hidden):
-        check(snapshot[str(i), "input"], value, -1)
-    for i in (1, 2):  # x itself needs no gradient
-        (gradient,) = gradients(model[i:], hidden[i])
-        check(snapshot[str(i), "grad_input"], gradient, -1)
-    assert snapshot["0", "grad_input"].calls == 0
-    assert snapshot["0", "input"].channels.count.shape == (5,)
-
-
-def test_a_gradient_is_the_modules_own_share() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x * 1
-            return self.a(x) + self.b(x) + x
-
-    torch.manual_seed(0)
-    model, x = Twice(), torch.randn(6, 4, requires_grad=True)
-    mon = hookstats.attach(model, ["a", "b"], tensors=INPUTS)
-    model(x).sum().backward()
-    for name in ("a", "b"):
-        share = torch.ones(6, 4) @ getattr(model, name).weight.detach()
-        check(mon.snapshot()[name, "grad_input"], share, -1)
-
-
 def test_several_inputs_have_numbers_and_names() -> None:
     class Mixed(nn.Module):
         def forward(self, x: Any, *rest: Any, mask: Any = None, options: Any = None, flag: bool = True) -> Any:

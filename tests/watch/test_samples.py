@@ -189,19 +189,6 @@ def test_a_closure_is_compared_from_its_beginning() -> None:
     check_samples(mon.step(), before, values_of(model))
 
 
-def test_two_optimizers_two_monitors() -> None:
-    model = residual()
-    mons = [hookstats.attach(model, tensors=SAMPLES, every=1) for _ in range(2)]
-    halves = list(model.parameters())
-    optimizers = [torch.optim.SGD(halves[:5], lr=0.01), torch.optim.Adam(halves[5:], lr=0.01)]
-    before = values_of(model)
-    loss_of(model).backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    for mon in mons:
-        check_samples(mon.step(), before, values_of(model))
-
-
 def test_a_scaler_that_skips_the_step_leaves_no_change() -> None:
     model = residual()
     scaler = torch.amp.GradScaler("cpu")

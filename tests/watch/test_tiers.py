@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
 
 import hookstats
 from hookstats import ExponentBins, LinearBins, Site, Snapshot, _native
@@ -17,7 +16,6 @@ from hookstats.numbers import fields
 from hookstats.watch.drain import Pending
 from tests.conftest import Backend, State, compare
 from tests.kernels.test_kernels import normal
-from tests.models import Residual
 from tests.plain import OF_OUTPUTS
 
 INF, NAN = float("inf"), float("nan")
@@ -206,20 +204,6 @@ def test_channels_leave_at_every_nth_measured_step_from_the_first_on_and_totals_
     assert snapshot["0", "output"].total.nans > 0
 
 
-def test_at_whole_steps_everything_is_as_without_tiers() -> None:
-    net = network()
-    tiers, full = both(net, every=1, histogram=ExponentBins(per_channel=True))
-    for seed in range(4):
-        run(net, seed)
-        snapshot, wanted = tiers.step(), full.step()
-        assert whole(snapshot) == (seed % 3 == 0)
-        for site in snapshot if whole(snapshot) else ():
-            a, b = snapshot[site], wanted[site]
-            for name in fields.STATISTICS:
-                np.testing.assert_array_equal(getattr(a.channels, name), getattr(b.channels, name))
-            assert np.array_equal(a.histogram.counts, b.histogram.counts)  # type: ignore[union-attr]
-
-
 def test_a_totals_step_sends_kilobytes(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
     send = Pending.send
@@ -313,23 +297,6 @@ def test_histograms_travel_with_channels(histogram: Any) -> None:
         else:
             outside = stats.histogram.underflow + stats.histogram.overflow
             assert stats.histogram.counts.sum() + np.sum(outside) == 6 * 70
-
-
-def test_parameters_their_gradients_and_the_norm_of_these() -> None:
-    torch.manual_seed(0)
-    model = Residual()
-    tiers, full = both(model, every=1, tensors=("output", "param", "param_grad", "param_update"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for seed in range(5):
-        optimizer.zero_grad()
-        run(model, seed, 4, 5, 16)
-        norm = clip_grad_norm_(model.parameters(), float("inf"))
-        optimizer.step()
-        snapshot, wanted = tiers.step(), full.step()
-        same_totals(snapshot, wanted)
-        assert snapshot.grad_norm == pytest.approx(norm.item(), rel=1e-5)
-        assert snapshot.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-12)
-        assert (snapshot["blocks.0.up.weight", "param"].channels is not None) == (seed % 3 == 0)
 
 
 def test_tables_and_flat_numbers_of_totals() -> None:

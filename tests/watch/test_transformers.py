@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,9 +24,11 @@ from transformers import (
 )
 
 import hookstats
+from hookstats import Site
 from hookstats.numbers import fields
-from tests.conftest import DEVICES, check, compare
-from tests.plain import leaves
+from tests.conftest import DEVICES
+from tests.fuzz.comparing import check_site
+from tests.fuzz.seen import Seen
 
 WIDTH, VOCABULARY = 16, 24
 SHAPE = {"hidden_size": WIDTH, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -80,51 +80,14 @@ def every_module(name: str, module: nn.Module) -> bool:
     return True
 
 
-class Plain:
-    """Independent hooks of plain PyTorch: clones of every output and of its gradient, by site."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.seen: dict[tuple[str, str], list[torch.Tensor]] = {}
-        self.channel_dims: dict[tuple[str, str], int] = {}
-        for name, module in model.named_modules():
-            module.register_forward_hook(partial(self._keep, name))
-
-    def _keep(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        for path, tensor in leaves(output):
-            last = isinstance(module, (nn.Linear, nn.LayerNorm, nn.Embedding)) or tensor.dim() not in (4, 5)
-            self._add(name, "output" + path, -1 if last else 1, tensor)
-            if tensor.requires_grad:
-                tensor.register_hook(partial(self._add, name, "grad_output" + path, -1 if last else 1))
-
-    def _add(self, name: str, kind: str, channel_dim: int, tensor: torch.Tensor) -> None:
-        self.seen.setdefault((name, kind), []).append(tensor.detach().clone())
-        self.channel_dims[name, kind] = channel_dim
-
-    def parameters(self, model: nn.Module) -> None:
-        """Keep the parameters and their gradients; call before the optimizer steps."""
-        for name, parameter in model.named_parameters():
-            assert parameter.grad is not None
-            module = model.get_submodule(name.rpartition(".")[0])
-            outputs = int(type(module).__name__ == "Conv1D" and parameter.dim() == 2)  # its weights are [in, out]
-            self._add(name, "param", outputs, parameter)
-            self._add(name, "param_grad", outputs, parameter.grad)
-
-    def rows(self, site: tuple[str, str]) -> torch.Tensor:
-        """All tensors of a site as one [values, channels]."""
-        dim = self.channel_dims[site]
-        tensors = [t.reshape(1, 1) if t.dim() == 0 else t.movedim(dim, -1) for t in self.seen[site]]
-        return torch.cat([t.reshape(-1, t.shape[-1]) for t in tensors])
-
-
-def check_site(stats: hookstats.results.SiteStats, plain: Plain, site: tuple[str, str]) -> None:
-    assert stats.calls == len(plain.seen[site])
-    shape = plain.seen[site][0].shape
-    if site[1].startswith("param") and (not shape or shape[0] == 1):
-        assert stats.channels is None
-        got = {name: getattr(stats.total, name) for name in fields.STATISTICS}
-        compare(got, plain.rows(site).flatten().double().numpy(), f"{site}", 1e-5)
-    else:
-        check(stats, plain.rows(site), -1)
+def dim_of(model: nn.Module, site: Site, x: torch.Tensor) -> int | None:
+    """Returns the dim of the channels; None where there are totals alone."""
+    if site.tensor.startswith("param"):
+        module = model.get_submodule(site.name.rpartition(".")[0])
+        dim = int(type(module).__name__ == "Conv1D" and x.dim() == 2)  # its weights are [in, out]
+        return None if not x.shape or x.shape[0] == 1 else dim
+    module = model.get_submodule(site.name)
+    return -1 if isinstance(module, (nn.Linear, nn.LayerNorm, nn.Embedding)) or x.dim() not in (4, 5) else 1
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -132,22 +95,24 @@ def check_site(stats: hookstats.results.SiteStats, plain: Plain, site: tuple[str
 def test_three_training_steps_of_a_real_model_match_plain_hooks_at_every_site(name: str, device: str) -> None:
     model = made(name, device)
     mon = hookstats.attach(model, every_module, tensors=KINDS, every=1, options=hookstats.Options(strict=True))
-    plain = Plain(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    seen, optimizer = Seen(list(KINDS)), torch.optim.AdamW(model.parameters(), lr=1e-2)
+    seen.watch(model, [optimizer], None)
     for step in range(3):
         loss = loss_of(model, step)
         loss.backward()
         norm = clip_grad_norm_(model.parameters(), float("inf"))
-        plain.parameters(model)
         optimizer.step()
         optimizer.zero_grad()
         snapshot = mon.step()
-        assert {tuple(site) for site in snapshot.order} == set(plain.seen)
+        expected = {site: each for site, each in seen.steps[step].items() if site[1].partition(".")[0] in KINDS}
+        assert {tuple(site) for site in snapshot.order} == set(expected)
         for site in snapshot.order:
-            check_site(snapshot[site], plain, tuple(site))
+            tensors = expected[tuple(site)]
+            assert snapshot[site].calls == len(tensors)
+            check_site(snapshot[site], tensors, dim_of(model, site, tensors[0]))
         assert snapshot.grad_norm == pytest.approx(norm.item(), rel=1e-6)
         assert snapshot["", "output.loss"].total.mean == loss.item()
-        plain.seen.clear()
+        seen.end_step()
     assert mon.skipped == {}
 
 

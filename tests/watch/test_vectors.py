@@ -17,7 +17,6 @@ import hookstats
 from hookstats import Channels, Options, Snapshot
 from hookstats.modules.channels import MOST_ENTRIES
 from tests import ranks
-from tests.watch.parameters import check_site, grad_of
 
 KINDS = ("grad_output", "param", "param_grad", "param_update")
 
@@ -40,18 +39,6 @@ def train(model: nn.Module, monitor: hookstats.Monitor, steps: int = 1, microbat
         optimizer.step()
         taken.append(monitor.step())
     return [each for each in taken if each is not None]
-
-
-def test_each_entry_is_a_channel_of_one_value_in_all_kinds() -> None:
-    model = model_of()
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    (taken,) = train(model, hookstats.attach(model, tensors=KINDS, every=1, options=Options(strict=True)))
-    vectors = {name: each for name, each in model.named_parameters() if each.dim() == 1}
-    assert len(vectors) == 7
-    for name, parameter in vectors.items():
-        check_site(taken, name, "param", before[name])
-        check_site(taken, name, "param_grad", grad_of(parameter))
-        check_site(taken, name, "param_update", parameter.detach() - before[name])
 
 
 def test_the_gradient_of_a_bias_is_channel_by_channel_the_sum_of_that_of_the_output() -> None:
