@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import hookstats
 from tests import ranks
-from tests.clients.merged import check_sites, names_of_page
+from tests.clients.pages import names_of_page
 from tests.clients.standins import megatron
 from tests.clients.standins.megatron import Region
 from tests.clients.standins.megatron_training import Training
+from tests.cluster.parallel import check_sites
 from tests.plain import hearing
 
 ALONE = Region(None, 0, 1)

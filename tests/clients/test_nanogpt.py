@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hookstats
 from tests import ranks
-from tests.clients.merged import check_sites
 from tests.clients.standins.nanogpt import GPT
+from tests.cluster.parallel import check_sites
 from tests.plain import hearing
 
 ITERATIONS, MICROBATCHES = 2, 2  # of each of two ranks

@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hookstats
 from tests import ranks
-from tests.clients.merged import check_sites, names_of_page
+from tests.clients.pages import names_of_page
 from tests.clients.standins import torchtitan
+from tests.cluster.parallel import check_sites
 from tests.plain import hearing
 
 STEPS, MICROBATCHES, SEQUENCES = 2, 2, 4

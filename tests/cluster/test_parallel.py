@@ -28,8 +28,8 @@ from tests.cluster.parallel import (
     Kept,
     batch,
     check_all,
-    check_as_one_process,
     check_merged,
+    check_sites,
     merged,
     mlp,
     of_all_ranks,
@@ -237,7 +237,7 @@ def two_dimensions(rank: int, world: int) -> None:
     snapshot, told = check_all(model, monitor, kept, lambda site: lines[site[0]])
     assert not told
     assert snapshot["0", "output"].calls == snapshot["1", "output"].calls == 2
-    check_as_one_process(snapshot, alone([batch(0), batch(1)], together=True))
+    check_sites(snapshot, alone([batch(0), batch(1)], together=True), rtol=1e-12)
 
     model = mlp()
     for each in (model[0], model[2], model):
@@ -285,7 +285,7 @@ def pipeline(rank: int, world: int) -> None:
     snapshot, told = check_all(model, monitor, kept, lambda site: [[1]] if site[0].startswith("2") else [[0]])
     assert not told
     assert [snapshot[name, "output"].calls for name in "012"] == [2, 2, 2]
-    check_as_one_process(snapshot, alone(list(batch(1).flatten(0, 1).chunk(2)), together=False))
+    check_sites(snapshot, alone(list(batch(1).flatten(0, 1).chunk(2)), together=False), rtol=1e-12)
 
 
 class Experts(nn.Module):
