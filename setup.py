@@ -172,7 +172,7 @@ def build_operators(library: Path, into: Path, kernels: Path, has_cuda: bool) ->
     flags = [f"-DTORCH_TARGET_VERSION={OLDEST_TORCH}", *(["-DHOOKSTATS_CUDA"] if has_cuda else [])]
     flags += [word for path in include_paths() for word in ("-isystem", path)]
     objects, _ = compile_kernels([Path("csrc/library.cpp")], into, None, [], flags)
-    link = [*shlex.split(get_cxx_compiler()), "-shared", f"-Wl,-soname,{library.name}", "-Wl,-Bsymbolic"]
+    link = [*shlex.split(get_cxx_compiler()), "-shared", f"-Wl,-soname,{library.name}", "-Wl,-Bsymbolic", "-Wl,-z,defs"]
     link += ["-Wl,-rpath,$ORIGIN", "-o", str(library), *objects, str(kernels), *LIBRARIES]
     run(*link, *(f"-L{path}" for path in library_paths()), "-ltorch_cpu", "-ldl")
 

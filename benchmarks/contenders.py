@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -86,10 +87,17 @@ class Measured:
         self.moments = torch.zeros(len(fields.FIELDS), channels, dtype=torch.float64, device=device)
         self.counters = torch.zeros(_native.COUNTERS, dtype=torch.int64, device=device)
         self.histogram = None if shape is None else torch.zeros(shape, dtype=torch.int64, device=device)
+        self.sites: dict[int, Any] = {}  # by channel dimension, as a hook has one
 
     def __call__(self, x: torch.Tensor, channel_dim: int, rows: tuple[torch.Tensor, ...] = ()) -> None:
-        state = (self.moments, self.counters, self.histogram, None, channel_dim, 0.0, 0.0)
-        _native.accumulate(x, *state, *rows)
+        if channel_dim not in self.sites:
+            self.sites[channel_dim] = self.site(channel_dim)
+        self.sites[channel_dim].fold(x, *rows)
+
+    def site(self, channel_dim: int, active: torch.Tensor | None = None) -> Any:
+        state = SimpleNamespace(moments=self.moments, counters=self.counters, histogram=self.histogram, active=active)
+        state.channel_dim, state.low, state.high, state.block = channel_dim, 0.0, 0.0, 0
+        return _native.Site(state)
 
 
 def contenders(case: Case, device: str) -> dict[str, Callable[[torch.Tensor], Any]]:
@@ -143,14 +151,7 @@ class MeasuredTogether:
     def __init__(self, shapes: list[tuple[int, ...]], device: str) -> None:
         self.states = [Measured(shape[0] if len(shape) > 1 else 1, "none", device) for shape in shapes]
         active = torch.ones(1, dtype=torch.int32, device=device)
-        columns: tuple[list[Any], ...] = (
-            [state.moments for state in self.states],
-            [state.counters for state in self.states],
-            [None] * len(shapes),
-            [active] * len(shapes),
-            [0] * len(shapes),
-        )
-        self.batch = _native.Batch(*columns, 0.0, 0.0, 0)
+        self.batch = _native.Batch([state.site(0, active) for state in self.states])
 
     def together(self, tensors: list[torch.Tensor]) -> None:
         failures = self.batch.accumulate(tensors)

@@ -2,7 +2,6 @@
 // another one for those that cannot be read in packs).
 
 #include <algorithm>
-#include <cstring>
 #include <map>
 #include <mutex>
 #include <string>
@@ -43,10 +42,10 @@ class Batch : public Held {
         failures.emplace_back(i, error.what());
       }
     }
-#if defined(HOOKSTATS_CUDA_KERNELS)
-    if (stale_ && !is_capturing()) plan();
-    for (Group& group : groups_) launch(group, arrived, failures);
-#endif
+    if (kHasCudaKernels) {
+      if (stale_ && !is_capturing()) plan();
+      for (Group& group : groups_) launch(group, arrived, failures);
+    }
     for (size_t i = 0; i < arrived.size(); ++i) {
       if (!arrived[i] || members_[i].among_many) continue;
       try {
@@ -61,9 +60,7 @@ class Batch : public Held {
   // Of the plans, on their devices: whoever launches on other streams than before is to say so to torch.
   Tensors tables() const {
     Tensors all;
-#if defined(HOOKSTATS_CUDA_KERNELS)
     for (const Group& group : groups_) all.push_back(group.table);
-#endif
     return all;
   }
 
@@ -104,7 +101,6 @@ class Batch : public Held {
                         std::vector<int64_t>(x.strides.data, x.strides.data + x.dim()), offset_of(x));
   }
 
-#if defined(HOOKSTATS_CUDA_KERNELS)
   struct Group {
     std::vector<size_t> members;
     cuda::Many many;
@@ -165,31 +161,22 @@ class Batch : public Held {
         keep_for_graphs({memory_of(group.table)});
         for (const size_t i : group.members) keep_for_graphs(members_[i].site.memory);
       }
-      check(cuda::accumulate(group.many, group.table.const_data_ptr(), addresses.data(), to));
+      cuda::accumulate(group.many, group.table.const_data_ptr(), addresses.data(), to);
     } catch (const std::exception& error) {
       for (const size_t i : group.members) failures.emplace_back(i, error.what());
     }
   }
 
   std::vector<Group> groups_;
-#endif
 
   std::mutex mutex_;
   std::vector<Member> members_;
   bool stale_ = true;
 };
 
-int64_t make_batch(Tensors moments, Tensors counters, MaybeTensors histograms, Tensors active,
-                   std::vector<int64_t> channel_dims, double low, double high, int64_t block) {
-  const size_t n = moments.size();
-  if (counters.size() != n || histograms.size() != n || active.size() != n || channel_dims.size() != n) {
-    refuse("hookstats: Batch: expected lists of one length, got ", n, ", ", counters.size(), ", ", histograms.size(),
-           ", ", active.size(), ", ", channel_dims.size());
-  }
+int64_t make_batch(std::vector<int64_t> numbers) {
   std::vector<Site> sites;
-  for (size_t i = 0; i < n; ++i) {
-    sites.push_back(site_of(moments[i], counters[i], histograms[i], active[i], channel_dims[i], low, high, block));
-  }
+  for (const int64_t number : numbers) sites.push_back(held<HeldSite>(number).site);
   return hold(std::make_unique<Batch>(std::move(sites)));
 }
 
@@ -198,26 +185,10 @@ int64_t make_batch(Tensors moments, Tensors counters, MaybeTensors histograms, T
 Tensor accumulate_batch(int64_t number, MaybeTensors tensors) {
   std::string said;
   for (const auto& [i, why] : held<Batch>(number).accumulate(tensors)) said += std::to_string(i) + " " + why + "\x1e";
-  Tensor bytes = empty({int64_t(said.size())}, ScalarType::Byte, {});
-  if (!said.empty()) memcpy(bytes.mutable_data_ptr(), said.data(), said.size());
-  return bytes;
+  return bytes_of(said.data(), said.size());
 }
 
 Tensors batch_tables(int64_t number) { return held<Batch>(number).tables(); }
-
-HOOKSTATS_OPERATORS(m) {
-  m.def(
-      "make_batch(Tensor[] moments, Tensor[] counters, Tensor?[] histograms, Tensor[] active, int[] channel_dims, "
-      "float low, float high, int block) -> int");
-  m.def("accumulate_batch(int batch, Tensor?[] tensors) -> Tensor");
-  m.def("batch_tables(int batch) -> Tensor[]");
-}
-
-HOOKSTATS_KERNELS(CompositeExplicitAutograd, m) {
-  m.impl("make_batch", TORCH_BOX(&make_batch));
-  m.impl("accumulate_batch", TORCH_BOX(&accumulate_batch));
-  m.impl("batch_tables", TORCH_BOX(&batch_tables));
-}
 
 }  // namespace
 }  // namespace hookstats

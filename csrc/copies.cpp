@@ -46,7 +46,7 @@ struct Copies : Held {
   std::shared_ptr<Spares> spares = std::make_shared<Spares>();
 };
 
-int64_t bytes_of(const View& block) { return block.numel() * int64_t(sizeof(int64_t)); }
+int64_t size_of(const View& block) { return block.numel() * int64_t(sizeof(int64_t)); }
 
 // Calls body(first byte, bytes) for pieces that stay in the cache between a copy and a clear.
 template <class Body>
@@ -62,7 +62,7 @@ void for_each_piece(int64_t bytes, const Body& body) {
 Tensor tensor_for(const std::shared_ptr<Spares>& all, const Tensor& block, size_t number) {
   const View view = view_of(block);
   auto memory = all->exchange(number, std::nullopt);
-  if (!memory || memory->numel() != bytes_of(view)) memory = host_memory(bytes_of(view));
+  if (!memory || memory->numel() != size_of(view)) memory = host_memory(size_of(view));
   const auto give_back = [number, memory, of = std::weak_ptr(all)](void*) {
     if (const auto spares = of.lock()) spares->exchange(number, memory);
   };
@@ -95,7 +95,7 @@ Tensors take_copies(int64_t number, Tensors blocks, bool clear) {
     if (!blocks[i].is_cpu()) continue;
     auto* from = static_cast<char*>(blocks[i].mutable_data_ptr());
     auto* to = static_cast<char*>(made[i].mutable_data_ptr());
-    for_each_piece(bytes_of(view_of(blocks[i])), [&](int64_t at, int64_t bytes) {
+    for_each_piece(size_of(view_of(blocks[i])), [&](int64_t at, int64_t bytes) {
       memcpy(to + at, from + at, bytes);
       if (clear) memset(from + at, 0, bytes);
     });
@@ -118,7 +118,7 @@ void clear_on_cpu(const Tensors& blocks, const NoCpuKernel&) {
   for (const Tensor& block : blocks) {
     if (!block.is_cpu()) continue;
     auto* words = static_cast<char*>(block.mutable_data_ptr());
-    for_each_piece(bytes_of(view_of(block)), [&](int64_t at, int64_t bytes) { memset(words + at, 0, bytes); });
+    for_each_piece(size_of(view_of(block)), [&](int64_t at, int64_t bytes) { memset(words + at, 0, bytes); });
   }
 }
 
@@ -126,18 +126,6 @@ void clear_on_gpu(const Tensors& blocks) {
   for (Tensor block : blocks) {
     if (!block.is_cpu()) stable::zero_(block);
   }
-}
-
-HOOKSTATS_OPERATORS(m) {
-  m.def("make_copies() -> int");
-  m.def("take_copies(int copies, Tensor(a!)[] blocks, bool clear) -> Tensor[]");
-  m.def("clear(Tensor(a!)[] blocks) -> ()");
-}
-
-HOOKSTATS_KERNELS(CompositeExplicitAutograd, m) {
-  m.impl("make_copies", TORCH_BOX(&make_copies));
-  m.impl("take_copies", TORCH_BOX(&take_copies));
-  m.impl("clear", TORCH_BOX(&clear));
 }
 
 }  // namespace hookstats

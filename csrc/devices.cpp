@@ -13,17 +13,14 @@
 
 namespace hookstats {
 
-#if defined(HOOKSTATS_CUDA_ON_CPU)
-bool runs_cuda_kernels(Device) { return true; }
-#elif defined(HOOKSTATS_CUDA)
-bool runs_cuda_kernels(Device device) { return device.is_cuda(); }
-#endif
-
-#if defined(HOOKSTATS_CUDA_KERNELS)
 namespace {
 
-// Of libtorch_cuda, which is not linked: the same binary loads with and without CUDA in torch.
-void* current_cuda_stream(int index) {
+// The stream that is current on a device with CUDA kernels. The library that knows is not linked: the same binary loads
+// with and without CUDA in torch.
+void* handle_of([[maybe_unused]] Device device) {
+#if defined(HOOKSTATS_CUDA_ON_CPU)
+  return imitated_stream;
+#else
   using Ask = AOTITorchError (*)(int32_t, void**);
   static const auto ask = [] {
     void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
@@ -31,34 +28,23 @@ void* current_cuda_stream(int index) {
   }();
   if (!ask) refuse("hookstats: expected aoti_torch_get_current_cuda_stream in this torch's libtorch_cuda, found none");
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(ask(index, &stream));
+  STABLE_TORCH_ERROR_CODE_CHECK(ask(device.index, &stream));
   return stream;
-}
-
-// A stream of torch's own is never destroyed. The number of another one is its address, and so an even one; the default
-// stream is number 0.
-cuda::Stream current_stream(Device device) {
-#if defined(HOOKSTATS_CUDA_ON_CPU)
-  return {imitated_stream, number_of(device), !imitates_foreign_streams};
-#else
-  if (device.is_cpu()) return {nullptr, 0, true};
-  const auto id = stable::accelerator::getCurrentStream(device.index).id();
-  return {current_cuda_stream(device.index), number_of(device), id == 0 || id % 2 != 0};
 #endif
 }
 
 }  // namespace
 
-void* stream_of(Device device) { return current_stream(device).handle; }
-
-cuda::Launch launch_on(Device device, const int32_t* active, int64_t doubles, int64_t counters) {
-  cuda::Launch launch{};
-  check(cuda::launch_on(launch, current_stream(device), active, doubles, counters));
-  return launch;
-}
-
-void check(const char* cuda_error) {
-  if (cuda_error) refuse("hookstats: CUDA: ", cuda_error);
+// A stream of torch's own is never destroyed. The number of another one is its address, and so an even one; the default
+// stream is number 0.
+cuda::Stream current_stream(Device device) {
+#if defined(HOOKSTATS_CUDA_ON_CPU)
+  const bool stays = !imitates_foreign_streams;
+#else
+  const auto id = stable::accelerator::getCurrentStream(device.index).id();
+  const bool stays = id == 0 || id % 2 != 0;
+#endif
+  return {handle_of(device), number_of(device), stays};
 }
 
 Tensor on_device(std::vector<unsigned char>& table, Device device) {
@@ -69,32 +55,21 @@ Tensor on_device(std::vector<unsigned char>& table, Device device) {
   Tensor there = empty({bytes}, ScalarType::Byte, device);
   return stable::copy_(there, here, /*non_blocking=*/false);
 }
-#endif
 
 Closing::Closing(Device device) : device_(device) {
-#if defined(HOOKSTATS_CUDA_KERNELS)
   if (!runs_cuda_kernels(device_)) return;
   const OnDevice here(device_);
-  check(cuda::begin_closing(current_stream(device_)));
-#endif
+  cuda::begin_closing(current_stream(device_));
 }
 
-void Closing::end([[maybe_unused]] Device device) {
-#if defined(HOOKSTATS_CUDA_KERNELS)
+void Closing::end(Device device) {
   if (!runs_cuda_kernels(device)) return;
   const OnDevice here(device);
-  check(cuda::end_closing(current_stream(device)));
-#endif
+  cuda::end_closing(current_stream(device));
 }
 
-unsigned long long capture_on([[maybe_unused]] Device device) {
-#if defined(HOOKSTATS_CUDA_ON_CPU)
-  return cuda::capture_on(imitated_stream);
-#elif defined(HOOKSTATS_CUDA)
-  return device.is_cuda() ? cuda::capture_on(current_cuda_stream(device.index)) : 0;
-#else
-  return 0;
-#endif
+unsigned long long capture_on(Device device) {
+  return runs_cuda_kernels(device) ? cuda::capture_on(handle_of(device)) : 0;
 }
 
 void keep_for_graphs(const std::vector<Memory>& memory) {
@@ -104,17 +79,17 @@ void keep_for_graphs(const std::vector<Memory>& memory) {
   for (const Memory& each : memory) kept->emplace(each.get(), each);
 }
 
-#if defined(HOOKSTATS_CUDA_KERNELS)
 namespace {
 
 std::string in_words(int version) { return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10); }
 
-// Throws what is expected and what was found where the kernels cannot run on a device.
+// Throws what is expected and what was found where the kernels cannot run on a device; loads them where that must have
+// been done before a CUDA graph is captured.
 void check_versions(Device device) {
-  constexpr int kOldestDriver = 12010;  // from this on kernels take more than 4 KB of parameters (many.cu)
-  constexpr int kOldestGpu = 80;        // from this on shared memory is filled asynchronously (device.h)
-  cuda::Versions found;
-  const char* problem = cuda::ask(found, number_of(device));
+  constexpr int kLoadsInCaptures = 12030;  // a driver from CUDA 12.3 on
+  constexpr int kOldestDriver = 12010;     // from this on kernels take more than 4 KB of parameters (many.cu)
+  constexpr int kOldestGpu = 80;           // from this on shared memory is filled asynchronously (device.h)
+  const cuda::Versions found = cuda::versions_of(number_of(device));
   const int driver = found.runtime / 1000 > kOldestDriver / 1000 ? found.runtime / 1000 * 1000 : kOldestDriver;
   if (found.driver < driver) {
     refuse("hookstats: ", device, ": expected an NVIDIA driver for CUDA ", in_words(driver),
@@ -122,11 +97,11 @@ void check_versions(Device device) {
            in_words(found.runtime), ": update the driver, or rebuild hookstats with a toolkit from 12.1 to ",
            "the driver's version");
   }
-  if (problem) refuse("hookstats: ", device, ": CUDA: ", problem);
   if (found.capability < kOldestGpu) {
     refuse("hookstats: ", device, ": expected a GPU of compute capability 8.0 or newer, found ", found.capability / 10,
            ".", found.capability % 10);
   }
+  if (found.driver < kLoadsInCaptures) cuda::load_kernels(number_of(device));
 }
 
 Tensor zeros(std::vector<int64_t> sizes, ScalarType dtype, Device device) {
@@ -155,8 +130,8 @@ void try_kernels(Device device) {
   const Tensor table = on_device(many.table, device);
   const OnDevice here(device);
   const auto to = launch_on(device, nullptr, many.partials, many.arrivals);
-  check(cuda::accumulate(many, table.const_data_ptr(), &input.data, to));
-  check(cuda::merge(both.state, once.state, to));
+  cuda::accumulate(many, table.const_data_ptr(), &input.data, to);
+  cuda::merge(both.state, once.state, to);
   Tensor read = empty({2 * kFields, 1}, ScalarType::Double, {});
   stable::copy_(read, moments, /*non_blocking=*/false);
   const double count = view_of(read).as<double>()[kFields + k_count];
@@ -181,30 +156,14 @@ void try_once(Device device) {
 }
 
 }  // namespace
-#endif  // HOOKSTATS_CUDA_KERNELS
 
-int64_t reserve_scratch([[maybe_unused]] Device device) {
-#if defined(HOOKSTATS_CUDA_KERNELS)
+int64_t reserve_scratch(Device device) {
   if (!runs_cuda_kernels(device)) return 0;
+  const OnDevice here(device);
   check_versions(device);
-  {
-    const OnDevice here(device);
-    launch_on(device, nullptr);
-  }
+  launch_on(device, nullptr);
   try_once(device);
   return cuda::scratch_bytes(number_of(device));
-#else
-  return 0;
-#endif
-}
-
-void load_kernels([[maybe_unused]] Device device, [[maybe_unused]] const std::vector<int64_t>& dtypes,
-                  [[maybe_unused]] int64_t kind) {
-#if defined(HOOKSTATS_CUDA_KERNELS)
-  if (!runs_cuda_kernels(device)) return;
-  const OnDevice here(device);
-  for (const int64_t dtype : dtypes) check(cuda::load(Dtype(dtype), HistogramKind(kind), number_of(device)));
-#endif
 }
 
 }  // namespace hookstats

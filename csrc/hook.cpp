@@ -115,10 +115,10 @@ std::optional<Observed::Half> half_of(PyObject* state, std::shared_ptr<const Ena
   const auto optional = [&entry](const char* name) { return optional_tensor(py::object(entry(name)).ptr()); };
   const at::Tensor moments = tensor("moments"), counters = tensor("counters");
   const auto histogram = optional("histogram"), active = optional("active");
-  Site site({view_of(moments), view_of(counters), histogram ? std::optional(view_of(*histogram)) : std::nullopt,
-             active ? std::optional(view_of(*active)) : std::nullopt, entry("channel_dim").cast<int64_t>(),
-             entry("low").cast<double>(), entry("high").cast<double>(), entry("block").cast<int64_t>(),
-             memory_of({moments, counters, histogram.value_or(at::Tensor()), active.value_or(at::Tensor())})});
+  Site site(view_of(moments), view_of(counters), histogram ? std::optional(view_of(*histogram)) : std::nullopt,
+            active ? std::optional(view_of(*active)) : std::nullopt, entry("channel_dim").cast<int64_t>(),
+            entry("low").cast<double>(), entry("high").cast<double>(), entry("block").cast<int64_t>(),
+            memory_of({moments, counters, histogram.value_or(at::Tensor()), active.value_or(at::Tensor())}));
   enabled = entry("enabled").cast<std::shared_ptr<Enabled>>();
   return Observed::Half{std::move(site), entry("site").cast<int64_t>(), entry("strict").cast<bool>()};
 }

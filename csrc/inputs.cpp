@@ -1,7 +1,6 @@
 // Tensors as kernels are given them, checked: dtypes, states, layouts, the rows that count. Knows of no kind of tensor.
 
 #include <algorithm>
-#include <array>
 #include <cstdlib>
 #include <string>
 #include <utility>
@@ -13,30 +12,6 @@ namespace {
 
 #define HOOKSTATS_DTYPE_NAME(name, type, aten) " " #name
 constexpr const char* kDtypeNames = "" HOOKSTATS_DTYPES(HOOKSTATS_DTYPE_NAME);
-
-bool has_device_kernels([[maybe_unused]] Device device) {
-#if defined(HOOKSTATS_CUDA_KERNELS)
-  return runs_cuda_kernels(device);
-#else
-  return false;
-#endif
-}
-
-// Dimensions of a tensor; beside the usual few, from the heap.
-class Dims {
- public:
-  explicit Dims(int64_t most) {
-    if (most > int64_t(few_.size())) many_.resize(most);
-  }
-  void add(int64_t size, int64_t stride) { data()[count_++] = {size, stride}; }
-  Layout::Dim* data() { return many_.empty() ? few_.data() : many_.data(); }
-  int count() const { return count_; }
-
- private:
-  std::array<Layout::Dim, 8> few_;
-  std::vector<Layout::Dim> many_;
-  int count_ = 0;
-};
 
 // How many of the tensor's first dimensions are rows of the mask; 0: the mask is not about it, all of it counts.
 int64_t row_dims_of(const View& x, int64_t channel, const View& mask) {
@@ -53,17 +28,39 @@ int64_t row_dims_of(const View& x, int64_t channel, const View& mask) {
 void look_up(Layout& layout, const Rows& rows, Device device) {
   layout.row_index = rows.row_index.as<const int32_t>();
   layout.kept = rows.kept.as<const int32_t>();
-  if (!has_device_kernels(device)) layout.count = *std::exchange(layout.kept, nullptr) * layout.row_size();
+  if (!runs_cuda_kernels(device)) layout.count = *std::exchange(layout.kept, nullptr) * layout.row_size();
+}
+
+// All dimensions but that of the channels, -1: none, in the tensor's order or by their strides. The first `row_dims`
+// are those of the mask's rows.
+Layout lay_out(const View& x, int64_t channel, int64_t row_dims, const Rows* rows, bool by_strides) {
+  constexpr int kMostDims = 64;  // as torch's own operators take
+  Layout layout;
+  Layout::Dim dims[kMostDims];
+  int n = 0;
+  for (int64_t d = 0; d < x.dim() && n < kMostDims; ++d) {
+    if (d != channel) dims[n++] = {x.sizes[d], x.strides[d]};
+  }
+  for (int i = int(row_dims) + 1; by_strides && i < n; ++i) {  // not std::stable_sort, which allocates
+    for (int d = i; d > row_dims && dims[d - 1].stride < dims[d].stride; --d) std::swap(dims[d - 1], dims[d]);
+  }
+  if (x.dim() > kMostDims || !layout.set_dims(dims, n, int(row_dims))) {
+    refuse("hookstats: expected at most ", Layout::kMaxDims,
+           " dimensions that do not merge beside the channels, got strides ", x.strides, " for shape ", x.sizes);
+  }
+  if (channel >= 0) {
+    layout.channels = x.sizes[channel];
+    layout.channel_stride = x.strides[channel];
+  }
+  if (row_dims > 0) look_up(layout, *rows, x.device);
+  return layout;
 }
 
 Layout layout_of(const View& x, const State& state, int64_t channel_dim, const Rows* rows) {
-  Layout layout;
   const int64_t ndim = x.dim();
   const int64_t dim = channel_dim_for(channel_dim, ndim).value_or(ndim);  // ndim: none
-  const int64_t named = dim < 0 ? dim + ndim : dim;
-  int64_t channel = -1;
+  const int64_t named = dim < 0 ? dim + ndim : dim, channel = state.channels > 1 ? named : -1;
   if (state.channels > 1) {
-    channel = named;
     if (channel < 0 || channel >= ndim) {
       refuse("hookstats: channel_dim=", dim, " is out of range for a tensor of shape ", x.sizes);
     }
@@ -71,97 +68,25 @@ Layout layout_of(const View& x, const State& state, int64_t channel_dim, const R
       refuse("hookstats: expected ", state.channels, " channels in dimension ", dim, ", got a tensor of shape ",
              x.sizes);
     }
-    layout.channels = state.channels;
-    layout.channel_stride = x.strides[channel];
   }
   if (!rows && (channel < 0 || channel == ndim - 1) && x.is_contiguous()) {  // most tensors are
-    const int64_t elements = x.numel();
-    if (elements > 0) {
-      Layout::Dim dim_of_rows{elements / layout.channels, layout.channels};
+    if (const int64_t elements = x.numel()) {
+      Layout layout;
+      const Layout::Dim dim_of_rows{elements / state.channels, state.channels};
       layout.set_dims(&dim_of_rows, 1);
+      layout.channels = state.channels;
+      layout.channel_stride = channel < 0 ? 0 : 1;
       return layout;
     }
   }
-  Dims dims(ndim);
-  for (int64_t d = 0; d < ndim; ++d) {
-    if (d != channel) dims.add(x.sizes[d], x.strides[d]);
-  }
-  const int64_t row_dims = rows ? row_dims_of(x, named, rows->row_index) : 0;
-  if (!layout.set_dims(dims.data(), dims.count(), int(row_dims))) {
-    refuse("hookstats: expected at most ", Layout::kMaxDims,
-           " dimensions that do not merge beside the channels, got strides ", x.strides, " for shape ", x.sizes);
-  }
-  if (row_dims > 0) look_up(layout, *rows, x.device);
-  return layout;
+  return lay_out(x, channel, rows ? row_dims_of(x, named, rows->row_index) : 0, rows, true);
 }
 
-// The last dimension as channels, the others in the tensor's order. by_rows: the mask's rows are about the tensor;
-// where they are all of its dimensions, it has one channel.
-Layout matrix_of(const View& x, const Rows* by_rows) {
-  Layout layout;
-  const int64_t ndim = x.dim(), row_dims = by_rows ? row_dims_of(x, -1, by_rows->row_index) : 0;
-  const int64_t others = row_dims == ndim ? ndim : ndim - 1;
-  if (others < ndim) {
-    layout.channels = x.sizes[others];
-    layout.channel_stride = x.strides[others];
-  }
-  Dims dims(ndim);
-  for (int64_t d = 0; d < others; ++d) dims.add(x.sizes[d], x.strides[d]);
-  bool fits = layout.add_dims(dims.data(), int(row_dims));
-  if (row_dims > 0 && layout.ndim == 0) layout.size[layout.ndim++] = 1;
-  layout.row_dims = row_dims > 0 ? layout.ndim : 0;
-  fits = fits && layout.add_dims(dims.data() + row_dims, int(others - row_dims));
-  if (!fits) {
-    refuse("hookstats: expected at most ", Layout::kMaxDims, " dimensions that do not merge, got strides ", x.strides,
-           " for shape ", x.sizes);
-  }
-  if (row_dims > 0) look_up(layout, *by_rows, x.device);
-  return layout;
-}
-
-void check_one_int32(const char* name, const View& x, Device device) {
-  if (x.dtype != ScalarType::Int || x.numel() != 1 || x.device != device) {
-    refuse("hookstats: ", name, ": expected one int32 on ", device, ", got ", x.dtype, " ", x.sizes, " on ", x.device);
-  }
-}
-
-void check_rows(const Rows& rows, Device device) {
-  const View& index = rows.row_index;
-  if (index.dtype != ScalarType::Int || !index.is_contiguous() || index.device != device) {
-    refuse("hookstats: rows: expected contiguous int32 on ", device, ", got ", index.dtype, " ", index.sizes,
-           " with strides ", index.strides, " on ", index.device);
-  }
-  check_one_int32("kept", rows.kept, device);
-  if (has_device_kernels(device)) return;
-  const int32_t kept = *rows.kept.as<const int32_t>();
-  if (kept < 0 || kept > index.numel()) {
-    refuse("hookstats: kept: expected 0 to ", index.numel(), " rows, got ", kept);
-  }
-}
-
-}  // namespace
-
-std::ostream& operator<<(std::ostream& out, const Device& device) {
-  if (device.is_cpu()) return out << "cpu";
-  if (device.is_cuda()) return out << "cuda:" << device.index;
-  return out << "a device of type " << device.type;
-}
-
-std::ostream& operator<<(std::ostream& out, const Numbers& numbers) {
-  for (int64_t i = 0; i < numbers.count; ++i) out << (i ? ", " : "[") << numbers[i];
-  return out << (numbers.count ? "]" : "[]");
-}
-
-Dtype dtype_of(ScalarType dtype) {
-  switch (dtype) {
-#define HOOKSTATS_CASE(name, type, aten) \
-  case ScalarType::aten:                 \
-    return Dtype::name;
-    HOOKSTATS_DTYPES(HOOKSTATS_CASE)
-#undef HOOKSTATS_CASE
-    default:
-      refuse("hookstats: expected a tensor of one of", kDtypeNames, ", got ", dtype);
-  }
+// The last dimension as channels, the others in the tensor's order. rows: they are about the tensor; where they are all
+// of its dimensions, it has one channel.
+Layout matrix_of(const View& x, const Rows* rows) {
+  const int64_t ndim = x.dim(), row_dims = rows ? row_dims_of(x, -1, rows->row_index) : 0;
+  return lay_out(x, row_dims == ndim ? -1 : ndim - 1, row_dims, rows, false);
 }
 
 State state_of(const View& moments, const View& counters, const std::optional<View>& histogram, double low, double high,
@@ -207,19 +132,65 @@ State state_of(const View& moments, const View& counters, const std::optional<Vi
   return state;
 }
 
-void check_device(Device device) {
-  if (has_device_kernels(device)) return;
-  if (!device.is_cpu()) refuse("hookstats: this build has no kernels for ", device);
+void check_one_int32(const char* name, const View& x, Device device) {
+  if (x.dtype != ScalarType::Int || x.numel() != 1 || x.device != device) {
+    refuse("hookstats: ", name, ": expected one int32 on ", device, ", got ", x.dtype, " ", x.sizes, " on ", x.device);
+  }
 }
 
-Site::Site(SiteTensors of)
-    : state(state_of(of.moments, of.counters, of.histogram, of.low, of.high, of.block)),
-      device(of.moments.device),
-      active(of.active ? of.active->as<const int32_t>() : nullptr),
-      channel_dim(of.channel_dim),
-      memory(std::move(of.memory)) {
+void check_rows(const Rows& rows, Device device) {
+  const View& index = rows.row_index;
+  if (index.dtype != ScalarType::Int || !index.is_contiguous() || index.device != device) {
+    refuse("hookstats: rows: expected contiguous int32 on ", device, ", got ", index.dtype, " ", index.sizes,
+           " with strides ", index.strides, " on ", index.device);
+  }
+  check_one_int32("kept", rows.kept, device);
+  if (runs_cuda_kernels(device)) return;
+  const int32_t kept = *rows.kept.as<const int32_t>();
+  if (kept < 0 || kept > index.numel()) {
+    refuse("hookstats: kept: expected 0 to ", index.numel(), " rows, got ", kept);
+  }
+}
+
+}  // namespace
+
+std::ostream& operator<<(std::ostream& out, const Device& device) {
+  if (device.is_cpu()) return out << "cpu";
+  if (device.is_cuda()) return out << "cuda:" << device.index;
+  return out << "a device of type " << device.type;
+}
+
+std::ostream& operator<<(std::ostream& out, const Numbers& numbers) {
+  for (int64_t i = 0; i < numbers.count; ++i) out << (i ? ", " : "[") << numbers[i];
+  return out << (numbers.count ? "]" : "[]");
+}
+
+Dtype dtype_of(ScalarType dtype) {
+  switch (dtype) {
+#define HOOKSTATS_CASE(name, type, aten) \
+  case ScalarType::aten:                 \
+    return Dtype::name;
+    HOOKSTATS_DTYPES(HOOKSTATS_CASE)
+#undef HOOKSTATS_CASE
+    default:
+      refuse("hookstats: expected a tensor of one of", kDtypeNames, ", got ", dtype);
+  }
+}
+
+void check_device(Device device) {
+  if (!device.is_cpu() && !runs_cuda_kernels(device)) refuse("hookstats: this build has no kernels for ", device);
+}
+
+Site::Site(const View& moments, const View& counters, const std::optional<View>& histogram,
+           const std::optional<View>& active, int64_t channel_dim, double low, double high, int64_t block,
+           std::vector<Memory> memory)
+    : state(state_of(moments, counters, histogram, low, high, block)),
+      device(moments.device),
+      active(active ? active->as<const int32_t>() : nullptr),
+      channel_dim(channel_dim),
+      memory(std::move(memory)) {
   check_device(device);
-  if (of.active) check_one_int32("active", *of.active, device);
+  if (active) check_one_int32("active", *active, device);
 }
 
 SampledView::SampledView(const View& x, const Site& site, const Rows* rows, Sampling sampling) : view_(x) {

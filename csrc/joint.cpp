@@ -105,24 +105,11 @@ Tensor joint_sums(Tensors weights, MaybeTensors gradients, const Tensor& terms, 
     term.out = static_cast<double*>(out.mutable_data_ptr()) + first * kJointSums;
     if (term.count > 0) given.push_back(term);
   }
-#if defined(HOOKSTATS_CUDA_KERNELS)
-  if (runs_cuda_kernels(device)) {
-    const OnDevice here(device);
-    stable::zero_(out);
-    check(cuda::joint_sums(given, stream_of(device), number_of(device)));
-    return out;
-  }
-#endif
+  const OnDevice here(device);
   stable::zero_(out);
-  cpu::joint_sums(given, parallel_for);
+  runs_cuda_kernels(device) ? cuda::joint_sums(given, current_stream(device)) : cpu::joint_sums(given, parallel_for);
   return out;
 }
-
-HOOKSTATS_OPERATORS(m) {
-  m.def("joint_sums(Tensor[] weights, Tensor?[] gradients, Tensor terms, Tensor places) -> Tensor");
-}
-
-HOOKSTATS_KERNELS(CompositeExplicitAutograd, m) { m.impl("joint_sums", TORCH_BOX(&joint_sums)); }
 
 }  // namespace
 }  // namespace hookstats

@@ -230,22 +230,22 @@ struct Stream {
   bool stays;
 };
 
-// Fills in a launch on a stream, whose scratch no launch of another CUDA graph has, and none on another stream at the
-// same time. The first time it makes that; it waits for no other work. These functions change the thread's current
-// device, and return null, or what went wrong.
-const char* launch_on(Launch& launch, const Stream& stream, const int32_t* active, int64_t doubles = kScratchDoubles,
-                      int64_t counters = kScratchCounters);
+// These functions throw std::runtime_error with what the CUDA runtime said, and change the thread's current device.
+
+// A launch on a stream, whose scratch no launch of another CUDA graph has, and none on another stream at the same time.
+// The first time it makes that; it waits for no other work.
+Launch launch_on(const Stream& stream, const int32_t* active, int64_t doubles = kScratchDoubles,
+                 int64_t counters = kScratchCounters);
 
 int64_t scratch_bytes(int device);  // that is made so far
 
 // Around what reads, clears, switches on or gives away the memory of monitors on a stream: it comes behind the launches
 // on all streams so far and behind all closings before, and later launches and closings come behind it.
-const char* begin_closing(const Stream& stream);
-const char* end_closing(const Stream& stream);
+void begin_closing(const Stream& stream);
+void end_closing(const Stream& stream);
 
-// Loads what is launched for a dtype and a kind of histogram, and what all need, where a driver would not load it while
-// a CUDA graph is captured.
-const char* load(Dtype dtype, HistogramKind kind, int device);
+// Loads all kernels, for a driver that loads none while a CUDA graph is captured.
+void load_kernels(int device);
 
 // Tensors of one launch at most. Their addresses travel with it, 8 KB whether there are fewer, which takes less time
 // than a second launch; few models have more parameters of one dtype.
@@ -279,16 +279,16 @@ struct Versions {
   int runtime = 0, driver = 0;  // of CUDA: 12010 is 12.1; a driver that is too old for this runtime may say 0
   int capability = 0;           // of the device: 86 is 8.6
 };
-const char* ask(Versions& versions, int device);  // null, or what the CUDA runtime said
+Versions versions_of(int device);
 
-// Each starts exactly one kernel and returns null, or what the CUDA runtime said.
-const char* accumulate(const Input& input, const State& state, const Launch& launch);
-const char* count_blocks(const Input& input, const State& state, const Launch& launch);  // where state.block is not 0
-const char* accumulate(const Many& many, const void* table, const void* const* data, const Launch& launch);
-const char* merge(const State& into, const State& from, const Launch& launch);
+// Each starts exactly one kernel.
+void accumulate(const Input& input, const State& state, const Launch& launch);
+void count_blocks(const Input& input, const State& state, const Launch& launch);  // where state.block is not 0
+void accumulate(const Many& many, const void* table, const void* const* data, const Launch& launch);
+void merge(const State& into, const State& from, const Launch& launch);
 
 // `table` is a copy of the plan's on the device, `scratch` plan.scratch words there, all zero; `out` as on the CPU.
-const char* totals(const TotalsPlan& plan, const void* table, int64_t* scratch, int64_t* out, const Launch& launch);
+void totals(const TotalsPlan& plan, const void* table, int64_t* scratch, int64_t* out, const Launch& launch);
 
 // Of at most kMany tensors of one dtype and one way of reading, and states with one kind of histogram. In the launch, a
 // tensor whose address is null is left out.
@@ -298,15 +298,15 @@ Many plan_many(const std::vector<Input>& inputs, const std::vector<State>& state
 constexpr int kSamples = 96;  // tensors of one launch: the table of them travels with it
 
 // One launch for each kSamples tensors, none where all are empty.
-const char* sample(const std::vector<Sampled>& tensors, const Launch& launch);
+void sample(const std::vector<Sampled>& tensors, const Launch& launch);
 
 constexpr int kJointTerms = 128;  // of one launch, with which they travel
 
 // One launch for each kJointTerms terms, each of which has at least one place.
-const char* joint_sums(const std::vector<JointTerm>& terms, void* stream, int device);
+void joint_sums(const std::vector<JointTerm>& terms, const Stream& stream);
 
 // At least one row; `out` as on the CPU.
-const char* softmax_rows(const SoftmaxRows& rows, Dtype dtype, void* out, void* stream, int device);
+void softmax_rows(const SoftmaxRows& rows, Dtype dtype, void* out, const Stream& stream);
 
 }  // namespace cuda
 }  // namespace hookstats

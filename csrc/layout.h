@@ -59,12 +59,9 @@ struct Layout {
     int64_t size, stride;
   };
 
-  // Takes `n` dimensions beside the channel, of which the first `of_rows` are those of listed rows; the others are
-  // reordered. False if more than kMaxDims are left after merging.
-  bool set_dims(Dim* dims, int n, int of_rows = 0) {
-    for (int i = of_rows + 1; i < n; ++i) {  // not std::stable_sort, which allocates
-      for (int d = i; d > of_rows && dims[d - 1].stride < dims[d].stride; --d) std::swap(dims[d - 1], dims[d]);
-    }
+  // Takes `n` dimensions beside the channel, of which the first `of_rows` are those of listed rows. False if more than
+  // kMaxDims are left after merging.
+  bool set_dims(const Dim* dims, int n, int of_rows = 0) {
     ndim = 0;
     count = 1;
     if (!add_dims(dims, of_rows)) return false;

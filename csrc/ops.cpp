@@ -1,7 +1,7 @@
 // One tensor to its kernel; tensors of the stable ABI as views; the operators for one tensor, and what Python is told.
 
 #include <array>
-#include <iterator>
+#include <cstring>
 #include <limits>
 #include <mutex>
 #include <string>
@@ -25,20 +25,6 @@ Sampling sampling_of(int64_t every, int64_t phase) {
   return {int32_t(every), int32_t(phase)};
 }
 
-void accumulate_op(const Tensor& x, const Tensor& moments, const Tensor& counters,
-                   const std::optional<Tensor>& histogram, const std::optional<Tensor>& active, int64_t channel_dim,
-                   double low, double high, const std::optional<Tensor>& row_index, const std::optional<Tensor>& kept,
-                   int64_t block, int64_t every, int64_t phase) {
-  const Site site = site_of(moments, counters, histogram, active, channel_dim, low, high, block);
-  const auto rows = rows_of(row_index, kept);
-  accumulate(view_of(x), site, rows ? &*rows : nullptr, sampling_of(every, phase));
-}
-
-// A site that is checked once, for a hook in Python.
-struct HeldSite : Held {
-  Site site;
-};
-
 int64_t make_site(const Tensor& moments, const Tensor& counters, const std::optional<Tensor>& histogram,
                   const std::optional<Tensor>& active, int64_t channel_dim, double low, double high, int64_t block) {
   auto made = std::make_unique<HeldSite>();
@@ -46,7 +32,7 @@ int64_t make_site(const Tensor& moments, const Tensor& counters, const std::opti
   return hold(std::move(made));
 }
 
-// As accumulate; with only_look, refuses what accumulate would, and folds nothing.
+// Folds a tensor; with only_look, refuses what could not be folded, and folds nothing.
 bool fold_op(const Tensor& x, int64_t site, const std::optional<Tensor>& row_index, const std::optional<Tensor>& kept,
              bool only_look, int64_t every, int64_t phase) {
   const auto rows = rows_of(row_index, kept);
@@ -56,36 +42,30 @@ bool fold_op(const Tensor& x, int64_t site, const std::optional<Tensor>& row_ind
   return accumulate(view_of(x), into, counting, sampling_of(every, phase));
 }
 
-void merge_op(const Tensor& moments, const Tensor& counters, const std::optional<Tensor>& histogram,
-              const Tensor& from_moments, const Tensor& from_counters, const std::optional<Tensor>& from_histogram) {
-  constexpr double kAny = std::numeric_limits<double>::quiet_NaN();
-  const State into = state_of(view_of(moments), view_of(counters), view_of(histogram), kAny, kAny);
-  const State from = state_of(view_of(from_moments), view_of(from_counters), view_of(from_histogram), kAny, kAny);
-  if (into.channels != from.channels && into.channels != 1) {
-    refuse("hookstats: expected ", into.channels, " channels to merge, or one channel to merge into; got ",
-           from.channels);
+void merge_op(int64_t site, int64_t other) {
+  const Site &into = held<HeldSite>(site).site, &from = held<HeldSite>(other).site;
+  const State &to = into.state, &of = from.state;
+  if (to.channels != of.channels && to.channels != 1) {
+    refuse("hookstats: expected ", to.channels, " channels to merge, or one channel to merge into; got ", of.channels);
   }
-  if (into.kind != from.kind || into.bins != from.bins || into.by_channel != from.by_channel) {
-    refuse("hookstats: expected states with the same kind of histogram to merge, got ", into.bins, " and ", from.bins,
-           " bins, by channel: ", into.by_channel, " and ", from.by_channel);
+  if (to.kind != of.kind || to.bins != of.bins || to.by_channel != of.by_channel) {
+    refuse("hookstats: expected states with the same kind of histogram to merge, got ", to.bins, " and ", of.bins,
+           " bins, by channel: ", to.by_channel, " and ", of.by_channel);
   }
-  const Device device = device_of(moments);
-  if (device != device_of(from_moments)) {
-    refuse("hookstats: expected states on one device to merge, got ", device, " and ", device_of(from_moments));
+  if (into.device != from.device) {
+    refuse("hookstats: expected states on one device to merge, got ", into.device, " and ", from.device);
   }
-  check_device(device);
-#if defined(HOOKSTATS_CUDA_KERNELS)
-  if (runs_cuda_kernels(device)) {
-    const OnDevice here(device);
-    const auto to = launch_on(device, nullptr, 0, 0);
-    if (to.capture) {
-      keep_for_graphs(memory_of({moments, counters, histogram, from_moments, from_counters, from_histogram}));
+  if (runs_cuda_kernels(into.device)) {
+    const OnDevice here(into.device);
+    const auto launch = launch_on(into.device, nullptr, 0, 0);
+    if (launch.capture) {
+      keep_for_graphs(into.memory);
+      keep_for_graphs(from.memory);
     }
-    return check(cuda::merge(into, from, to));
+    return cuda::merge(to, of, launch);
   }
-#endif
-  const std::lock_guard<std::mutex> lock(cpu_lock(into));
-  cpu::merge(into, from);
+  const std::lock_guard<std::mutex> lock(cpu_lock(to));
+  cpu::merge(to, of);
 }
 
 void let_go(int64_t number) { delete reinterpret_cast<Held*>(number); }
@@ -94,9 +74,6 @@ int64_t capture_on_op(int64_t device) { return int64_t(capture_on(Device::number
 void begin_closing(int64_t device) { const Closing begun(Device::numbered(device)); }
 void end_closing(int64_t device) { Closing::end(Device::numbered(device)); }
 int64_t reserve_scratch_op(int64_t device) { return reserve_scratch(Device::numbered(device)); }
-void load_kernels_op(std::vector<int64_t> dtypes, int64_t kind, int64_t device) {
-  load_kernels(Device::numbered(device), dtypes, kind);
-}
 
 // The words of an int64 tensor from `offset` on, as a tensor of its own over the same memory.
 Tensor part(const Tensor& memory, int64_t offset, std::vector<int64_t> shape, bool is_float64) {
@@ -115,41 +92,6 @@ Tensor part(const Tensor& memory, int64_t offset, std::vector<int64_t> shape, bo
   }
   return stable::from_blob(words.as<int64_t>() + offset, shape, strides, memory.device(),
                            is_float64 ? ScalarType::Double : ScalarType::Long, [memory](void*) {});
-}
-
-std::string quoted_list(const char* const* names, size_t count) {
-  std::string all;
-  for (size_t i = 0; i < count; ++i) all += (i ? ", \"" : "\"") + std::string(names[i]) + '"';
-  return "[" + all + "]";
-}
-
-// Constants and names: JSON.
-std::string describe() {
-#define HOOKSTATS_NAME(name) #name,
-  constexpr const char* fields[] = {HOOKSTATS_FIELDS(HOOKSTATS_NAME)};
-#undef HOOKSTATS_NAME
-#define HOOKSTATS_NAME(name, type, aten) #name,
-  constexpr const char* dtypes[] = {HOOKSTATS_DTYPES(HOOKSTATS_NAME)};
-#undef HOOKSTATS_NAME
-  std::ostringstream all;
-  const auto number = [&](const char* name, int64_t value) { all << ", \"" << name << "\": " << value; };
-  all << "{\"FIELDS\": " << quoted_list(fields, std::size(fields));
-  all << ", \"DTYPES\": " << quoted_list(dtypes, std::size(dtypes));
-  number("COUNTERS", kCounters);
-  number("EXPONENT_BINS", kExponentBins);
-  number("OCTAVE_BINS", kOctaveBins);
-  number("BLOCK_BINS", kBlockBins);
-  number("DISTANCE_BINS", kDistanceBins);
-  number("FIRST_OCTAVE", kFirstOctave);
-  number("DIMS_BY_NDIM", kDimsByNdim);
-  number("SOFTMAX_FIELDS", kSoftmaxFields);
-  number("MOST_KEPT", kMostKept);
-#if defined(HOOKSTATS_CUDA)
-  all << ", \"HAS_CUDA\": true}";
-#else
-  all << ", \"HAS_CUDA\": false}";
-#endif
-  return all.str();
 }
 
 }  // namespace
@@ -202,13 +144,26 @@ std::optional<Rows> rows_of(const std::optional<Tensor>& row_index, const std::o
 
 Site site_of(const Tensor& moments, const Tensor& counters, const std::optional<Tensor>& histogram,
              const std::optional<Tensor>& active, int64_t channel_dim, double low, double high, int64_t block) {
-  return Site({view_of(moments), view_of(counters), view_of(histogram), view_of(active), channel_dim, low, high, block,
-               memory_of({moments, counters, histogram, active})});
+  return {view_of(moments),
+          view_of(counters),
+          view_of(histogram),
+          view_of(active),
+          channel_dim,
+          low,
+          high,
+          block,
+          memory_of({moments, counters, histogram, active})};
 }
 
 Tensor empty(std::vector<int64_t> sizes, ScalarType dtype, Device device) {
   const auto type = device.is_cpu() ? torch::headeronly::DeviceType::CPU : torch::headeronly::DeviceType::CUDA;
   return stable::empty(sizes, dtype, std::nullopt, stable::Device(type, device.is_cpu() ? -1 : device.index));
+}
+
+Tensor bytes_of(const void* data, size_t count) {
+  Tensor bytes = empty({int64_t(count)}, ScalarType::Byte, {});
+  if (count) memcpy(bytes.mutable_data_ptr(), data, count);
+  return bytes;
 }
 
 void parallel_for(int64_t tasks, const std::function<void(int64_t, int64_t)>& body) {
@@ -233,7 +188,6 @@ bool accumulate(const View& whole, const Site& site, const Rows* rows, Sampling 
   if (input.layout.count == 0) return by_rows;
   input.data = x.data;
   if (!input.data) refuse("hookstats: expected a tensor with data, got one without storage");
-#if defined(HOOKSTATS_CUDA_KERNELS)
   if (runs_cuda_kernels(site.device)) {
     const OnDevice here(site.device);
     const auto to = launch_on(site.device, site.active);
@@ -241,56 +195,15 @@ bool accumulate(const View& whole, const Site& site, const Rows* rows, Sampling 
       keep_for_graphs(site.memory);
       if (rows) keep_for_graphs(rows->memory);
     }
-    check(cuda::accumulate(input, state, to));
-    if (state.block) check(cuda::count_blocks(input, state, to));
+    cuda::accumulate(input, state, to);
+    if (state.block) cuda::count_blocks(input, state, to);
     return by_rows;
   }
-#endif
   if (site.active && *site.active == 0) return by_rows;
   const std::lock_guard<std::mutex> lock(cpu_lock(state));
   cpu::accumulate(input, state, parallel_for);
   if (state.block) cpu::count_blocks(input, state);
   return by_rows;
-}
-
-HOOKSTATS_OPERATORS(m) {
-  m.def(
-      "accumulate(Tensor x, Tensor(a!) moments, Tensor(b!) counters, Tensor(c!)? histogram, Tensor? active, "
-      "int channel_dim, float low=0.0, float high=0.0, Tensor? rows=None, Tensor? kept=None, int block=0, "
-      "int every=1, int phase=0) -> ()");
-  m.def(
-      "merge(Tensor(a!) moments, Tensor(b!) counters, Tensor(c!)? histogram, Tensor from_moments, "
-      "Tensor from_counters, Tensor? from_histogram) -> ()");
-  // The following are for Python alone, and of no graph. What they change is not theirs to tell.
-  m.def(
-      "make_site(Tensor moments, Tensor counters, Tensor? histogram, Tensor? active, int channel_dim, float low, "
-      "float high, int block) -> int");
-  m.def(
-      "fold(Tensor x, int site, Tensor? rows=None, Tensor? kept=None, bool only_look=False, int every=1, "
-      "int phase=0) -> bool");
-  m.def("part(Tensor memory, int offset, int[] shape, bool is_float64) -> Tensor");
-  m.def("let_go(int number) -> ()");
-  m.def("capture_on(int device) -> int");
-  m.def("begin_closing(int device) -> ()");
-  m.def("end_closing(int device) -> ()");
-  m.def("reserve_scratch(int device=-1) -> int");
-  m.def("load_kernels(int[] dtypes, int kind, int device=-1) -> ()");
-  m.def("describe() -> str");
-}
-
-HOOKSTATS_KERNELS(CompositeExplicitAutograd, m) {
-  m.impl("accumulate", TORCH_BOX(&accumulate_op));
-  m.impl("merge", TORCH_BOX(&merge_op));
-  m.impl("make_site", TORCH_BOX(&make_site));
-  m.impl("fold", TORCH_BOX(&fold_op));
-  m.impl("part", TORCH_BOX(&part));
-  m.impl("let_go", TORCH_BOX(&let_go));
-  m.impl("capture_on", TORCH_BOX(&capture_on_op));
-  m.impl("begin_closing", TORCH_BOX(&begin_closing));
-  m.impl("end_closing", TORCH_BOX(&end_closing));
-  m.impl("reserve_scratch", TORCH_BOX(&reserve_scratch_op));
-  m.impl("load_kernels", TORCH_BOX(&load_kernels_op));
-  m.impl("describe", TORCH_BOX(&describe));
 }
 
 }  // namespace hookstats

@@ -14,10 +14,6 @@
 
 #include "kernels.h"
 
-#if defined(HOOKSTATS_CUDA) || defined(HOOKSTATS_CUDA_ON_CPU)
-#define HOOKSTATS_CUDA_KERNELS
-#endif
-
 namespace hookstats {
 
 using torch::headeronly::ScalarType;
@@ -40,8 +36,8 @@ struct Device {
   int type = 0, index = 0;
 
   static Device numbered(int64_t n) { return n < 0 ? Device{} : Device{1, int(n)}; }
-  bool is_cpu() const { return type == 0; }
-  bool is_cuda() const { return type == 1; }
+  constexpr bool is_cpu() const { return type == 0; }
+  constexpr bool is_cuda() const { return type == 1; }
   bool operator==(const Device& other) const { return type == other.type && (is_cpu() || index == other.index); }
   bool operator!=(const Device& other) const { return !(*this == other); }
 };
@@ -99,28 +95,21 @@ struct View {
 
 using Memory = std::shared_ptr<void>;  // what keeps a tensor
 
-// One site's state: see kernels.h. All tensors lie on one device.
-struct SiteTensors {
-  View moments;                   // [fields, channels] float64
-  View counters;                  // [2] int64
-  std::optional<View> histogram;  // int64: [512] or [channels, 64]; linear bins: [bins + 2], [channels, bins + 2]
-  std::optional<View> active;     // [1] int32; zero: the kernel returns at once
-  int64_t channel_dim = 0;        // not read where the state has one channel
-  double low = 0, high = 0;       // of linear bins; equal: there are none
-  int64_t block = 0;              // State.block: then the histogram per tensor is of [512 + kBlockBins]
-  std::vector<Memory> memory = {};
-};
-
-// A site's state, checked, so that a hook need not.
+// A site's state (kernels.h), checked, so that a hook need not. All tensors lie on one device.
 struct Site {
   State state{};
   Device device;
-  const int32_t* active = nullptr;
-  int64_t channel_dim = 0;
+  const int32_t* active = nullptr;  // zero: the kernel returns at once
+  int64_t channel_dim = 0;          // not read where the state has one channel
   std::vector<Memory> memory;
 
+  // moments: [fields, channels] float64; counters: [2] int64; histogram, int64: [512] or [channels, 64]; of linear bins
+  // [bins + 2] or [channels, bins + 2]; [512 + kBlockBins] where blocks are counted; active: [1] int32. low, high: of
+  // linear bins; equal: there are none. block: State.block.
   Site() = default;
-  explicit Site(SiteTensors tensors);
+  Site(const View& moments, const View& counters, const std::optional<View>& histogram,
+       const std::optional<View>& active, int64_t channel_dim, double low, double high, int64_t block,
+       std::vector<Memory> memory);
 };
 
 // Of the tensors that a mask applies to, those that begin with its shape or have its elements in dimension 0, the rows
@@ -163,9 +152,21 @@ Input described(const View& x, const Site& site, const Rows* rows = nullptr);
 // As kernels name it; refuses one that they do not take.
 Dtype dtype_of(ScalarType dtype);
 
-// low < high: the histogram is of linear bins. Both NaN: of any bins; it is only to be merged.
-State state_of(const View& moments, const View& counters, const std::optional<View>& histogram, double low, double high,
-               int64_t block = 0);
+// Whether there are the kernels of csrc/cuda. A build without them has no call of one: they would not be found.
+#if defined(HOOKSTATS_CUDA) || defined(HOOKSTATS_CUDA_ON_CPU)
+constexpr bool kHasCudaKernels = true;
+#else
+constexpr bool kHasCudaKernels = false;
+#endif
+
+// Whether those are a device's: a GPU's, or, in the tests' build, the CPU's (tests/cuda_on_cpu).
+constexpr bool runs_cuda_kernels([[maybe_unused]] Device device) {
+#if defined(HOOKSTATS_CUDA_ON_CPU)
+  return true;
+#else
+  return kHasCudaKernels && device.is_cuda();
+#endif
+}
 
 // Refuses a device for which this build has no kernels.
 void check_device(Device device);

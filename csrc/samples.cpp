@@ -66,7 +66,6 @@ void sample(Tensors tensors, Tensors values, const std::optional<Tensor>& active
   }
   check_device(device);
   const int32_t* flag = active ? view_of(*active).as<const int32_t>() : nullptr;
-#if defined(HOOKSTATS_CUDA_KERNELS)
   if (runs_cuda_kernels(device)) {
     const OnDevice here(device);
     const auto to = launch_on(device, flag, 0, 0);
@@ -75,17 +74,10 @@ void sample(Tensors tensors, Tensors values, const std::optional<Tensor>& active
       keep_for_graphs(memory_of(MaybeTensors(differences.begin(), differences.end())));
       keep_for_graphs(memory_of({active}));
     }
-    return check(cuda::sample(all, to));
+    return cuda::sample(all, to);
   }
-#endif
   if (!flag || *flag != 0) cpu::sample(all);
 }
-
-HOOKSTATS_OPERATORS(m) {
-  m.def("sample(Tensor[] tensors, Tensor(a!)[] values, Tensor? active, Tensor(b!)[] differences) -> ()");
-}
-
-HOOKSTATS_KERNELS(CompositeExplicitAutograd, m) { m.impl("sample", TORCH_BOX(&sample)); }
 
 }  // namespace
 }  // namespace hookstats

@@ -36,20 +36,11 @@ Tensor softmax_rows(const Tensor& given, int64_t top_k) {
   }
   if (rows.rows() == 0) return out;
   if (rows.n > 0 && !rows.data) refuse("hookstats: softmax_rows: expected logits with data");
-#if defined(HOOKSTATS_CUDA_KERNELS)
-  if (runs_cuda_kernels(device)) {
-    const OnDevice here(device);
-    check(cuda::softmax_rows(rows, dtype, out.mutable_data_ptr(), stream_of(device), number_of(device)));
-    return out;
-  }
-#endif
-  cpu::softmax_rows(rows, dtype, out.mutable_data_ptr(), parallel_for);
+  const OnDevice here(device);
+  runs_cuda_kernels(device) ? cuda::softmax_rows(rows, dtype, out.mutable_data_ptr(), current_stream(device))
+                            : cpu::softmax_rows(rows, dtype, out.mutable_data_ptr(), parallel_for);
   return out;
 }
-
-HOOKSTATS_OPERATORS(m) { m.def("softmax_rows(Tensor logits, int top_k=0) -> Tensor"); }
-
-HOOKSTATS_KERNELS(CompositeExplicitAutograd, m) { m.impl("softmax_rows", TORCH_BOX(&softmax_rows)); }
 
 }  // namespace
 }  // namespace hookstats

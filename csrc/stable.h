@@ -17,17 +17,6 @@
 #define STABLE_TORCH_ERROR_CODE_CHECK TORCH_ERROR_CODE_CHECK
 #endif
 
-#if defined(HOOKSTATS_CUDA_ON_CPU)
-#define HOOKSTATS_NAMESPACE hookstats_cuda_on_cpu
-#else
-#define HOOKSTATS_NAMESPACE hookstats
-#endif
-// The macros of torch paste the namespace into names before it is expanded.
-#define HOOKSTATS_OPERATORS(m) HOOKSTATS_FRAGMENT(HOOKSTATS_NAMESPACE, m)
-#define HOOKSTATS_FRAGMENT(ns, m) STABLE_TORCH_LIBRARY_FRAGMENT(ns, m)
-#define HOOKSTATS_KERNELS(key, m) HOOKSTATS_IMPL(HOOKSTATS_NAMESPACE, key, m)
-#define HOOKSTATS_IMPL(ns, key, m) STABLE_TORCH_LIBRARY_IMPL(ns, key, m)
-
 namespace hookstats {
 
 using torch::stable::Tensor;
@@ -48,6 +37,9 @@ Site site_of(const Tensor& moments, const Tensor& counters, const std::optional<
 // Not initialized.
 Tensor empty(std::vector<int64_t> sizes, ScalarType dtype, Device device);
 
+// A copy on the CPU.
+Tensor bytes_of(const void* data, size_t count);
+
 // What Python has a number of, until it lets go of it.
 struct Held {
   virtual ~Held() = default;
@@ -63,6 +55,11 @@ T& held(int64_t number) {
   return *static_cast<T*>(reinterpret_cast<Held*>(number));
 }
 
+// A site that is checked once, for Python.
+struct HeldSite : Held {
+  Site site;
+};
+
 // The kernels' ParallelFor, on torch's threads.
 void parallel_for(int64_t tasks, const std::function<void(int64_t, int64_t)>& body);
 
@@ -74,22 +71,14 @@ void clear_on_gpu(const Tensors& blocks);
 // where the kernels cannot run there. Returns the bytes of all scratch on the device.
 int64_t reserve_scratch(Device device);
 
-// Loads what tensors of these dtypes (of Dtype) and bins (of HistogramKind) need, where that could not be done while a
-// CUDA graph is captured.
-void load_kernels(Device device, const std::vector<int64_t>& dtypes, int64_t kind);
-
-#if defined(HOOKSTATS_CUDA_KERNELS)
-// The CUDA kernels run on the GPU, or, in the tests' build, on the CPU (tests/cuda_on_cpu).
-bool runs_cuda_kernels(Device device);
-
-// The current stream of a device; null on a CPU, but for the tests' build, which imitates streams there.
-void* stream_of(Device device);
+// The current stream of a device with CUDA kernels.
+cuda::Stream current_stream(Device device);
 
 // The same with its scratch, of the usual size, of another one, or without.
-cuda::Launch launch_on(Device device, const int32_t* active, int64_t doubles = cuda::kScratchDoubles,
-                       int64_t counters = cuda::kScratchCounters);
-
-void check(const char* cuda_error);
+inline cuda::Launch launch_on(Device device, const int32_t* active, int64_t doubles = cuda::kScratchDoubles,
+                              int64_t counters = cuda::kScratchCounters) {
+  return cuda::launch_on(current_stream(device), active, doubles, counters);
+}
 
 // As the CUDA runtime numbers it.
 inline int number_of(Device device) {
@@ -113,6 +102,5 @@ class __attribute__((visibility("hidden"))) OnDevice {  // as the guard
 
 // A copy of a plan's table there. Waits until it is written.
 Tensor on_device(std::vector<unsigned char>& table, Device device);
-#endif
 
 }  // namespace hookstats

@@ -26,17 +26,29 @@ namespace hookstats {
 //   min, max extremes of the finite values         abs_sum    sum of |x| over them
 //   zeros    exact zeros of either sign            nans, posinfs, neginfs   what count leaves out
 // All in float64: squares of float64 data beyond 1e154 overflow there, and show as an infinite or NaN m2.
-#define HOOKSTATS_MOMENTS(X) X(count) X(mean) X(m2) X(min) X(max) X(abs_sum) X(zeros)
-#define HOOKSTATS_NONFINITE(X) X(nans) X(posinfs) X(neginfs)
+#define HOOKSTATS_MOMENTS(X) \
+  X(count, double) X(mean, double) X(m2, double) X(min, double) X(max, double) X(abs_sum, double) X(zeros, double)
+#define HOOKSTATS_NONFINITE(X) X(nans, double) X(posinfs, double) X(neginfs, double)
 #define HOOKSTATS_FIELDS(X) HOOKSTATS_MOMENTS(X) HOOKSTATS_NONFINITE(X)
 
 enum Field : int {
-#define HOOKSTATS_ENUM(name) k_##name,
+#define HOOKSTATS_ENUM(name, type) k_##name,
   HOOKSTATS_FIELDS(HOOKSTATS_ENUM)
 #undef HOOKSTATS_ENUM
       kFields
 };
 constexpr int kMoments = k_nans;
+
+// The members of a list, and each(all, f), which calls f on every member of `all`, in order, after `before`.
+#define HOOKSTATS_MEMBERS(LIST, before)                      \
+  LIST(HOOKSTATS_MEMBER)                                     \
+  template <class T, class F>                                \
+  HOOKSTATS_HD_INLINE static void each(T& all, const F& f) { \
+    before;                                                  \
+    LIST(HOOKSTATS_CALL)                                     \
+  }
+#define HOOKSTATS_MEMBER(name, type) type name;
+#define HOOKSTATS_CALL(name, type) f(all.name);
 
 template <class T>
 HOOKSTATS_HD_INLINE T least(T a, T b) {
@@ -92,15 +104,7 @@ HOOKSTATS_HD_INLINE void copy_plain(To& to, const From& from) {
 
 // The finished statistics of finite values. Counts are doubles: exact to 2^53.
 struct Moments {
-#define HOOKSTATS_MEMBER(name) double name;
-  HOOKSTATS_MOMENTS(HOOKSTATS_MEMBER)
-
-  // Calls f on every member of `all`, in order.
-  template <class T, class F>
-  HOOKSTATS_HD_INLINE static void each(T& all, const F& f) {
-#define HOOKSTATS_EACH(name) f(all.name);
-    HOOKSTATS_MOMENTS(HOOKSTATS_EACH)
-  }
+  HOOKSTATS_MEMBERS(HOOKSTATS_MOMENTS, )
 
   HOOKSTATS_HD_INLINE static Moments neutral() {
     Moments all{};
@@ -111,7 +115,7 @@ struct Moments {
   // Itself if it counts, else neutral.
   HOOKSTATS_HD_INLINE Moments where(bool counts) const {
     Moments all = neutral();
-#define HOOKSTATS_KEEP(name) all.name = counts ? name : all.name;
+#define HOOKSTATS_KEEP(name, type) all.name = counts ? name : all.name;
     HOOKSTATS_MOMENTS(HOOKSTATS_KEEP)
 #undef HOOKSTATS_KEEP
     return all;
@@ -130,15 +134,7 @@ struct Moments {
 
 // A column of a state: all fields.
 struct Sample : Moments {
-  HOOKSTATS_NONFINITE(HOOKSTATS_MEMBER)
-
-  template <class T, class F>
-  HOOKSTATS_HD_INLINE static void each(T& all, const F& f) {
-    Moments::each(all, f);
-    HOOKSTATS_NONFINITE(HOOKSTATS_EACH)
-  }
-#undef HOOKSTATS_EACH
-#undef HOOKSTATS_MEMBER
+  HOOKSTATS_MEMBERS(HOOKSTATS_NONFINITE, Moments::each(all, f))
 
   HOOKSTATS_HD_INLINE static Sample neutral() { return {Moments::neutral(), 0, 0, 0}; }
 
@@ -156,28 +152,19 @@ struct Sample : Moments {
 template <class acc_t, class count_t>
 struct Sums {
 #define HOOKSTATS_SUMS(X) \
-  X(double, sum)          \
-  X(double, square_sum)   \
-  X(double, abs_sum)      \
-  X(acc_t, pivot)         \
-  X(acc_t, min)           \
-  X(acc_t, max)           \
-  X(count_t, count)       \
-  X(count_t, zeros)
-#define HOOKSTATS_MEMBER(type, name) type name;
-  HOOKSTATS_SUMS(HOOKSTATS_MEMBER)
-#undef HOOKSTATS_MEMBER
+  X(sum, double)          \
+  X(square_sum, double)   \
+  X(abs_sum, double)      \
+  X(pivot, acc_t)         \
+  X(min, acc_t)           \
+  X(max, acc_t)           \
+  X(count, count_t)       \
+  X(zeros, count_t)
+  HOOKSTATS_MEMBERS(HOOKSTATS_SUMS, )
 
-#define HOOKSTATS_SIZE(type, name) +int(sizeof(type))
+#define HOOKSTATS_SIZE(name, type) +int(sizeof(type))
   static constexpr int kBytes = HOOKSTATS_SUMS(HOOKSTATS_SIZE);
 #undef HOOKSTATS_SIZE
-
-  template <class T, class F>
-  HOOKSTATS_HD_INLINE static void each(T& all, const F& f) {
-#define HOOKSTATS_EACH(type, name) f(all.name);
-    HOOKSTATS_SUMS(HOOKSTATS_EACH)
-#undef HOOKSTATS_EACH
-  }
 
   HOOKSTATS_HD_INLINE static Sums neutral() {
     Sums all{};
@@ -246,17 +233,7 @@ using WideSums = Sums<double, double>;
 
 // Any values, one after the other: what is not finite is counted apart.
 struct ExactSums : WideSums {
-#define HOOKSTATS_MEMBER(name) double name;
-  HOOKSTATS_NONFINITE(HOOKSTATS_MEMBER)
-#undef HOOKSTATS_MEMBER
-
-  template <class T, class F>
-  HOOKSTATS_HD_INLINE static void each(T& all, const F& f) {
-    WideSums::each(all, f);
-#define HOOKSTATS_EACH(name) f(all.name);
-    HOOKSTATS_NONFINITE(HOOKSTATS_EACH)
-#undef HOOKSTATS_EACH
-  }
+  HOOKSTATS_MEMBERS(HOOKSTATS_NONFINITE, WideSums::each(all, f))
 
   HOOKSTATS_HD_INLINE static ExactSums neutral() { return {WideSums::neutral(), 0, 0, 0}; }
 

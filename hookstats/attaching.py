@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from hookstats import _native
 from hookstats.language.attention import Attentions
 from hookstats.language.finding import Router, attentions, routers
 from hookstats.language.routers import Routers
@@ -136,9 +135,6 @@ def attach(
     plan = Plan(model, modules, exclude, kinds, kept)
     store = StateStore(histogram, options.memory_budget, options.strict, may_sample=rows > 1 or budget is not None)
     too_much = plan.reserve(store)
-    for device in store.blocks:
-        if device.type == "cuda":
-            _native.load_kernels(device, _list_dtypes(model), histogram)
     binder = SiteBinder(store, TrainingOnly(model, options.training_only, store.flags))
     handles: list[Any] = []
     joined = monitor = None
@@ -386,12 +382,6 @@ def _report_model(model: nn.Module) -> None:
             "nn.ModuleList, nn.ModuleDict or nn.ParameterList",
             each,
         )
-
-
-def _list_dtypes(model: nn.Module) -> set[torch.dtype]:
-    """Return the dtypes of its tensors, and those to which autocast converts them."""
-    own = {each.dtype for each in (*model.parameters(), *model.buffers())}
-    return own | {torch.float32, torch.bfloat16, torch.float16}
 
 
 def _report_totals(too_much: TooMuch, memory_budget: int) -> None:

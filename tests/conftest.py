@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -190,6 +191,18 @@ class State:
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         return self.moments, self.counters, self.histogram
 
+    def site(self, channel_dim: int, active: Any = None, ops: Any = _native.OPS) -> operators.SiteInPython:
+        """ops: of another library."""
+        low, high = self.range
+        own = SimpleNamespace(
+            **vars(self), active=active, channel_dim=channel_dim, low=low, high=high, block=self.block
+        )
+        return operators.SiteInPython(ops, own)
+
+    def fold(self, x: torch.Tensor, channel_dim: int, rows: Any = (), active: Any = None, ops: Any = None) -> None:
+        """Folds a tensor into it. rows: of `listed`."""
+        self.site(channel_dim, active, ops or _native.OPS).fold(x, *rows)
+
     def stats(self) -> hookstats.results.SiteStats:
         bins = None if self.histogram is None else self.histogram.cpu().numpy()
         return hookstats.results.SiteStats(self.moments.cpu().numpy(), int(self.counters[0]), bins, True, self.bins)
@@ -229,20 +242,19 @@ class Backend:
     ) -> State:
         channels = 1 if channel_dim is None or x.dim() == 0 else x.shape[channel_dim]
         state = into or State(channels, histogram, self.device)
-        rows = (None, None) if mask is None else tuple(each.to(self.device) for each in listed(mask))
+        rows = [] if mask is None else [each.to(self.device) for each in listed(mask)]
         dim = _native.DIMS_BY_NDIM if channel_dim is None else channel_dim
-        self.ops.accumulate(self.to_device(x), *state.tensors, None, dim, *state.range, *rows, state.block)
+        state.fold(self.to_device(x), dim, rows, ops=self.ops)
         return state
 
     def batch(self, states: list[State], channel_dims: list[int], active: torch.Tensor | None = None) -> Any:
         """The sites of these states, whose tensors come together."""
         active = torch.ones(1, dtype=torch.int32, device=self.device) if active is None else active
-        columns = zip(*(state.tensors for state in states), strict=True)
-        of_bins = (*states[0].range, states[0].block)
-        return operators.Batch(self.operators, *map(list, columns), [active] * len(states), channel_dims, *of_bins)
+        sites = [state.site(dim, active, self.ops) for state, dim in zip(states, channel_dims, strict=True)]
+        return operators.Batch(self.operators, sites)
 
     def merge(self, into: State, other: State) -> None:
-        self.ops.merge(*into.tensors, *other.tensors)
+        into.site(0, ops=self.ops).merge(other.site(0, ops=self.ops))
 
     def to_device(self, x: torch.Tensor) -> torch.Tensor:
         """With the same strides and storage offset.

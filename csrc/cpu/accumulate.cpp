@@ -31,21 +31,21 @@ HOOKSTATS_DTYPES(HOOKSTATS_VERSIONS_OF)
 #undef HOOKSTATS_VERSIONS_OF
 #undef HOOKSTATS_VERSION
 
-#define HOOKSTATS_VERSION(target, bytes, type)                                                              \
-  target int vector_bytes() { return bytes; }                                                               \
-  target void count_keys(Counting& counting) { cpu::count_keys<bytes>(counting); }                          \
-  target void merge(LaneSamples& into, const LaneSamples& from) { into.merge(from); }                       \
-  target void fold(LaneSamples& samples, int width) { samples.fold(width); }                                \
-  target void merge_into_state(const LaneSamples& samples, const State& state, int64_t channel) {           \
-    const int width = int(std::min<int64_t>(kLanes, state.channels - channel));                             \
-    samples.merge_into_state(state.moments + channel, state.row_stride, width);                             \
-  }                                                                                                         \
-  target void finish_into_state(const LaneWideSums& sums, const State& state, int64_t channel, int width) { \
-    sums.merge_into_state(state.moments + channel, state.row_stride, width);                                \
-  }                                                                                                         \
-  target void merge_state(LaneSamples& into, const State& state, int64_t channel) {                         \
-    const int width = int(std::min<int64_t>(kLanes, state.channels - channel));                             \
-    into.merge_state(state.moments + channel, state.row_stride, width);                                     \
+#define HOOKSTATS_VERSION(target, bytes, type)                                                                \
+  target int vector_bytes() { return bytes; }                                                                 \
+  target void count_keys(Counting& counting) { cpu::count_keys<bytes>(counting); }                            \
+  target void merge(LaneSamples& into, const LaneSamples& from) { into.merge(from); }                         \
+  target void fold(LaneSamples& samples, int width) { samples.fold(width); }                                  \
+  target void merge_into_state(const LaneSamples& samples, const State& state, int64_t channel) {             \
+    const int width = int(std::min<int64_t>(kLanes, state.channels - channel));                               \
+    samples.merge_into_state(state.moments + channel, state.row_stride, width);                               \
+  }                                                                                                           \
+  target void merge_into_state(const Lanes<WideSums>& sums, const State& state, int64_t channel, int width) { \
+    sums.merge_into_state(state.moments + channel, state.row_stride, width);                                  \
+  }                                                                                                           \
+  target void merge_state(LaneSamples& into, const State& state, int64_t channel) {                           \
+    const int width = int(std::min<int64_t>(kLanes, state.channels - channel));                               \
+    into.merge_state(state.moments + channel, state.row_stride, width);                                       \
   }
 HOOKSTATS_VERSIONS(HOOKSTATS_VERSION, )
 #undef HOOKSTATS_VERSION
@@ -271,7 +271,7 @@ class FlatTiles {
   }
 
   bool is_plain() const { return tiles_ == 1 && holds_; }  // then sample_ is without it
-  Sample finished() const { return {sums_.finish(), 0, 0, 0}; }
+  Sample finished() const { return sample_of(sums_); }
 
   ThreadHistogram& histogram_;
   LinearHistogram& linear_;
@@ -314,10 +314,10 @@ void accumulate_planes(const Input& input, const State& state, ParallelFor paral
     ThreadHistogram histogram(state, kLanes, vector_bytes(), count_keys, sizeof(acc_of<scalar_t>), shared);
     LinearHistogram linear(state, kLanes);
     FlatTiles<scalar_t> tiles(histogram, linear);
-    LaneWideSums finished;
+    Lanes<WideSums> finished;
     int64_t first = begin;  // of the channels whose sums wait in `finished`
     const auto finish = [&](int64_t next) {
-      if (next > first) finish_into_state(finished, state, first, int(next - first));
+      if (next > first) merge_into_state(finished, state, first, int(next - first));
       first = next;
     };
     for (int64_t task = begin; task < end; ++task) {

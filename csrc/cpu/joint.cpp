@@ -20,20 +20,18 @@ struct Lanes {
 
 constexpr int64_t kSerialElements = 1 << 15;
 
+// Of each of `rows` rows an element, or kTogether side by side.
 template <class scalar_t>
-inline __attribute__((always_inline)) void load_in(const scalar_t* data, int64_t stride, int count, double* into) {
-  if (stride == 1) {
-    for (int i = 0; i < count; ++i) into[i] = widen(data[i]);
+inline __attribute__((always_inline)) void load_in(const scalar_t* data, int64_t stride, int rows, bool together,
+                                                   double* into) {
+  if (together) {
+    for (int i = 0; i < rows; ++i) {
+      for (int j = 0; j < kTogether; ++j) into[i * kTogether + j] = widen(data[i * stride + j]);
+    }
+  } else if (stride == 1) {
+    for (int i = 0; i < rows; ++i) into[i] = widen(data[i]);
   } else {
-    for (int i = 0; i < count; ++i) into[i] = widen(data[i * stride]);
-  }
-}
-
-// Of each of `rows` rows, kTogether elements side by side.
-template <class scalar_t>
-inline __attribute__((always_inline)) void load_strip_in(const scalar_t* data, int64_t stride, int rows, double* into) {
-  for (int i = 0; i < rows; ++i) {
-    for (int j = 0; j < kTogether; ++j) into[i * kTogether + j] = widen(data[i * stride + j]);
+    for (int i = 0; i < rows; ++i) into[i] = widen(data[i * stride]);
   }
 }
 
@@ -63,10 +61,9 @@ inline __attribute__((always_inline)) void add_in(const double* w, const double*
   }
 }
 
-#define HOOKSTATS_VERSION(target, bytes, type)                                                                        \
-  target void load(const type* data, int64_t stride, int count, double* into) { load_in(data, stride, count, into); } \
-  target void load_strip(const type* data, int64_t stride, int count, double* into) {                                 \
-    load_strip_in(data, stride, count, into);                                                                         \
+#define HOOKSTATS_VERSION(target, bytes, type)                                                \
+  target void load(const type* data, int64_t stride, int rows, bool together, double* into) { \
+    load_in(data, stride, rows, together, into);                                              \
   }
 #define HOOKSTATS_VERSIONS_OF(name, type, aten) HOOKSTATS_VERSIONS(HOOKSTATS_VERSION, type)
 HOOKSTATS_DTYPES(HOOKSTATS_VERSIONS_OF)
@@ -78,16 +75,6 @@ HOOKSTATS_DTYPES(HOOKSTATS_VERSIONS_OF)
   }
 HOOKSTATS_VERSIONS(HOOKSTATS_VERSION, double)
 #undef HOOKSTATS_VERSION
-
-// Loads a tile by `load`, or zeros where there is no tensor.
-template <class F>
-void load_some(const void* data, Dtype dtype, int64_t first, int count, double* into, F load) {
-  if (!data) {
-    std::fill_n(into, count, 0.);
-    return;
-  }
-  with_dtype(dtype, [&](auto value) { load(static_cast<const decltype(value)*>(data) + first); });
-}
 
 int round_up(int count) { return (count + kLanes - 1) / kLanes * kLanes; }
 
@@ -115,11 +102,14 @@ void sum_places(const JointTerm& term, int64_t first, int64_t end) {
     parts[count].place = i;
     parts[count].together = is_strip(term, i, end) ? kTogether : 1;
   }
-  const auto load_tile = [&](const void* data, Dtype dtype, int64_t at, int64_t stride, int rows, int together,
-                             double* into) {
-    std::fill(into + rows * together, into + round_up(rows * together), 0.);
-    load_some(data, dtype, at, rows * together, into,
-              [&](const auto* x) { together > 1 ? load_strip(x, stride, rows, into) : load(x, stride, rows, into); });
+  // With zeros behind, or where there is no tensor.
+  const auto load_tile = [](const void* data, Dtype dtype, int64_t at, int64_t stride, int rows, int together,
+                            double* into) {
+    std::fill(into + (data ? rows * together : 0), into + round_up(rows * together), 0.);
+    if (!data) return;
+    with_dtype(dtype, [&](auto value) {
+      load(static_cast<const decltype(value)*>(data) + at, stride, rows, together > 1, into);
+    });
   };
   const int64_t by = term.weight_stride, gradient_by = term.gradient_stride;
   const int most = count < end - first ? kTile / kTogether : kTile;

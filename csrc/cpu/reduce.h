@@ -10,17 +10,34 @@
 
 namespace hookstats::cpu {
 
-// Statistics of kLanes lanes, member by member so that lanes are vectors. What a loop over lanes does to one of them is
-// a function: g++ makes memory of a struct that is a variable of the loop itself.
-struct LaneSamples {
-  alignas(64) double member[sizeof(Sample) / sizeof(double)][kLanes];
+HOOKSTATS_INLINE Sample sample_of(const Sample& sample) { return sample; }
+HOOKSTATS_INLINE Sample sample_of(const WideSums& sums) { return {sums.finish(), 0, 0, 0}; }
+
+// kLanes of T, Samples or WideSums, member by member so that lanes are vectors: sums that are finished together are
+// divided in the time of one. What a loop over lanes does to one of them is a function: g++ makes memory of a struct
+// that is a variable of the loop itself.
+template <class T>
+struct Lanes {
+  alignas(64) double member[sizeof(T) / sizeof(double)][kLanes];
 
   // All members, or as many as part_t has.
-  template <class part_t = Sample>
+  template <class part_t = T>
   HOOKSTATS_INLINE part_t get(int lane) const {
     return load_slot<part_t>(member, kLanes, lane);
   }
-  HOOKSTATS_INLINE void set(int lane, const Sample& sample) { store_slot(sample, member, kLanes, lane); }
+  HOOKSTATS_INLINE void set(int lane, const T& one) { store_slot(one, member, kLanes, lane); }
+  HOOKSTATS_INLINE void merge_into_state(double* moments, int64_t row_stride, int width) const {
+#pragma omp simd
+    for (int lane = 0; lane < width; ++lane) merge_into_column(lane, moments, row_stride);
+  }
+
+ private:
+  HOOKSTATS_INLINE void merge_into_column(int lane, double* moments, int64_t row_stride) const {
+    hookstats::merge_into_state(sample_of(get(lane)), moments + lane, row_stride);
+  }
+};
+
+struct LaneSamples : Lanes<Sample> {
   template <class part_t>
   HOOKSTATS_INLINE void merge(int lane, const part_t& part) {
     part_t sum = get<part_t>(lane);
@@ -48,35 +65,11 @@ struct LaneSamples {
 #pragma omp simd
     for (int lane = 0; lane < width; ++lane) merge_column(lane, moments, row_stride);
   }
-  HOOKSTATS_INLINE void merge_into_state(double* moments, int64_t row_stride, int width) const {
-#pragma omp simd
-    for (int lane = 0; lane < width; ++lane) merge_into_column(lane, moments, row_stride);
-  }
 
  private:
   HOOKSTATS_INLINE void merge_lane(int lane, const LaneSamples& other, int from) { merge(lane, other.get(from)); }
   HOOKSTATS_INLINE void merge_column(int lane, const double* moments, int64_t row_stride) {
     merge(lane, load_state<Sample>(moments + lane, row_stride));
-  }
-  HOOKSTATS_INLINE void merge_into_column(int lane, double* moments, int64_t row_stride) const {
-    hookstats::merge_into_state(get(lane), moments + lane, row_stride);
-  }
-};
-
-// Sums of up to kLanes channels, which are finished together: all lanes are divided in the time of one.
-struct LaneWideSums {
-  alignas(64) double member[sizeof(WideSums) / sizeof(double)][kLanes];
-
-  HOOKSTATS_INLINE void set(int lane, const WideSums& sums) { store_slot(sums, member, kLanes, lane); }
-  HOOKSTATS_INLINE void merge_into_state(double* moments, int64_t row_stride, int width) const {
-#pragma omp simd
-    for (int lane = 0; lane < width; ++lane) merge_into_column(lane, moments, row_stride);
-  }
-
- private:
-  HOOKSTATS_INLINE void merge_into_column(int lane, double* moments, int64_t row_stride) const {
-    const Sample sample{load_slot<WideSums>(member, kLanes, lane).finish(), 0, 0, 0};
-    hookstats::merge_into_state(sample, moments + lane, row_stride);
   }
 };
 

@@ -157,19 +157,19 @@ template <class acc_t>
 struct LaneSums {
   using count_t = std::make_signed_t<typename Vector<16, acc_t>::bits_t>;
   using Lane = Sums<acc_t, count_t>;
-#define HOOKSTATS_LANES(type, name) alignas(64) type name[kLanes];
+#define HOOKSTATS_LANES(name, type) alignas(64) type name[kLanes];
   HOOKSTATS_SUMS(HOOKSTATS_LANES)
 #undef HOOKSTATS_LANES
 
   HOOKSTATS_INLINE Lane get(int lane) const {
     Lane one;
-#define HOOKSTATS_GET(type, member) one.member = member[lane];
+#define HOOKSTATS_GET(member, type) one.member = member[lane];
     HOOKSTATS_SUMS(HOOKSTATS_GET)
 #undef HOOKSTATS_GET
     return one;
   }
   HOOKSTATS_INLINE void set(int lane, const Lane& one) {
-#define HOOKSTATS_SET(type, member) member[lane] = one.member;
+#define HOOKSTATS_SET(member, type) member[lane] = one.member;
     HOOKSTATS_SUMS(HOOKSTATS_SET)
 #undef HOOKSTATS_SET
   }

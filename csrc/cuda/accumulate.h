@@ -26,20 +26,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce<scalar_t, kind, (kPack
   run_block<scalar_t, kPack, kPlaces, Walker, kind, kFlight>(data, job, launch, GridPlace{});
 }
 
-// Calls f(kernel, what is known of it, its shared memory).
-template <class scalar_t, int kPack, int kPlaces, template <class> class Walker, class F>
-cudaError_t with_kernel(HistogramKind kind, int most_shared, const F& f) {
-  return with_kind(kind, [&](auto kind) {
-    constexpr HistogramKind k = decltype(kind)::value;
-    return with_flight<scalar_t, kPack, kPlaces, Walker, k>(most_shared, [&](auto flight) {
-      constexpr int kFlight = decltype(flight)::value;
-      constexpr int kBytes = Shared<scalar_t, kPack, kPlaces, Walker, k, kFlight>::kBytes;
-      static Prepared prepared;
-      return f(accumulate_kernel<scalar_t, kPack, kPlaces, Walker, k, kFlight>, prepared, kBytes);
-    });
-  });
-}
-
 // As few waves of blocks as fill a GPU to nine tenths; but every part has something to read.
 inline int64_t parts_of(const Job& job, int64_t bytes, int64_t wave) {
   const int64_t groups = job.groups, useful = divide_up(divide_up(bytes, kBlockBytes), groups);
@@ -58,22 +44,24 @@ inline int64_t parts_of(const Job& job, int64_t bytes, int64_t wave) {
 
 // `job` is yet to be cut; it reads so many bytes.
 template <class scalar_t, int kPack, int kPlaces, template <class> class Walker>
-cudaError_t launch_accumulate(const void* data, Job job, int64_t bytes, const Launch& to) {
+void launch_accumulate(const void* data, Job job, int64_t bytes, const Launch& to) {
   const Facts facts = facts_of(to.device);
-  const auto run = [&](auto kernel, Prepared& prepared, int shared_bytes) {
-    int at_once = 0;
-    const auto error = prepare(kernel, prepared, kThreads, shared_bytes, to.device, at_once);
-    if (error != cudaSuccess) return error;
-    const int64_t wave = int64_t(facts.multiprocessors) * std::min(at_once, kMostAtOnce);
-    cut(job, parts_of(job, bytes, wave));
-    return launch(kernel, dim3(job.groups, job.parts), dim3(kThreads), shared_bytes,
-                  static_cast<cudaStream_t>(to.stream), static_cast<const scalar_t*>(data), job, to);
-  };
-  return with_kernel<scalar_t, kPack, kPlaces, Walker>(job.state.kind, facts.shared_memory, run);
+  with_kind(job.state.kind, [&](auto kind) {
+    constexpr HistogramKind k = decltype(kind)::value;
+    with_flight<scalar_t, kPack, kPlaces, Walker, k>(facts.shared_memory, [&](auto flight) {
+      constexpr int kFlight = decltype(flight)::value;
+      constexpr int kBytes = Shared<scalar_t, kPack, kPlaces, Walker, k, kFlight>::kBytes;
+      constexpr auto kernel = accumulate_kernel<scalar_t, kPack, kPlaces, Walker, k, kFlight>;
+      const int at_once = std::min(blocks_at_once<kernel>(kThreads, kBytes, to.device), kMostAtOnce);
+      cut(job, parts_of(job, bytes, int64_t(facts.multiprocessors) * at_once));
+      launch<kernel>(dim3(job.groups, job.parts), kThreads, kBytes, to.stream, static_cast<const scalar_t*>(data), job,
+                     to);
+    });
+  });
 }
 
 template <class scalar_t>
-cudaError_t accumulate_as(const Input& input, const State& state, const Launch& to) {
+void accumulate_as(const Input& input, const State& state, const Launch& to) {
   constexpr int kPack = kPackOf<scalar_t>;
   Layout layout = input.layout;
   const int most = facts_of(to.device).shared_memory;
@@ -109,36 +97,6 @@ cudaError_t accumulate_as(const Input& input, const State& state, const Launch& 
   }
   if (near && !listed) return launch_accumulate<scalar_t, 1, 1, NearWalker>(data, job, bytes, to);
   return launch_accumulate<scalar_t, 1, 1, FarWalker>(data, job, bytes, to);
-}
-
-// All that accumulate_as may launch.
-template <class scalar_t>
-cudaError_t load_as(HistogramKind kind, int device) {
-  constexpr int kPack = kPackOf<scalar_t>;
-  const int most = facts_of(device).shared_memory;
-  const auto run = [&](auto kernel, Prepared& prepared, int shared_bytes) {
-    int at_once = 0;
-    return prepare(kernel, prepared, kThreads, shared_bytes, device, at_once);
-  };
-  if constexpr (kPack > 1) {
-    if (packs_fit<scalar_t, kPack>(kind, most)) {
-      for (const auto error : {with_kernel<scalar_t, kPack, kPack, LineWalker>(kind, most, run),
-                               with_kernel<scalar_t, kPack, kPack, UnalignedLineWalker>(kind, most, run),
-                               with_kernel<scalar_t, kPack, kPack, ListedWalker>(kind, most, run)}) {
-        if (error != cudaSuccess) return error;
-      }
-    }
-    if (packs_fit<scalar_t, 1>(kind, most)) {
-      for (const auto error : {with_kernel<scalar_t, kPack, 1, LineWalker>(kind, most, run),
-                               with_kernel<scalar_t, kPack, 1, NearWalker>(kind, most, run),
-                               with_kernel<scalar_t, kPack, 1, UnalignedNearWalker>(kind, most, run),
-                               with_kernel<scalar_t, kPack, 1, ListedWalker>(kind, most, run)}) {
-        if (error != cudaSuccess) return error;
-      }
-    }
-  }
-  const auto error = with_kernel<scalar_t, 1, 1, NearWalker>(kind, most, run);
-  return error != cudaSuccess ? error : with_kernel<scalar_t, 1, 1, FarWalker>(kind, most, run);
 }
 
 }  // namespace hookstats::cuda

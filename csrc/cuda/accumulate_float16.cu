@@ -2,7 +2,6 @@
 
 namespace hookstats::cuda {
 
-template cudaError_t accumulate_as<Float16>(const Input&, const State&, const Launch&);
-template cudaError_t load_as<Float16>(HistogramKind, int);
+template void accumulate_as<Float16>(const Input&, const State&, const Launch&);
 
 }  // namespace hookstats::cuda

@@ -2,7 +2,6 @@
 
 namespace hookstats::cuda {
 
-template cudaError_t accumulate_as<float>(const Input&, const State&, const Launch&);
-template cudaError_t load_as<float>(HistogramKind, int);
+template void accumulate_as<float>(const Input&, const State&, const Launch&);
 
 }  // namespace hookstats::cuda

@@ -2,9 +2,7 @@
 
 namespace hookstats::cuda {
 
-template cudaError_t accumulate_as<Float8e4m3fn>(const Input&, const State&, const Launch&);
-template cudaError_t load_as<Float8e4m3fn>(HistogramKind, int);
-template cudaError_t accumulate_as<Float8e5m2>(const Input&, const State&, const Launch&);
-template cudaError_t load_as<Float8e5m2>(HistogramKind, int);
+template void accumulate_as<Float8e4m3fn>(const Input&, const State&, const Launch&);
+template void accumulate_as<Float8e5m2>(const Input&, const State&, const Launch&);
 
 }  // namespace hookstats::cuda

@@ -22,19 +22,15 @@ __global__ void __launch_bounds__(kBlocksThreads)
 
 }  // namespace
 
-const char* count_blocks(const Input& input, const State& state, const Launch& to) {
-  if (const auto error = cudaSetDevice(to.device)) return message(error);
-  return with_dtype(input.dtype, [&](auto value) {
-    using scalar_t = decltype(value);
-    const auto error = launch(blocks_kernel<scalar_t>, dim3(kSampledBlocks / kBlocksThreads), dim3(kBlocksThreads), 0,
-                              static_cast<cudaStream_t>(to.stream), static_cast<const scalar_t*>(input.data),
-                              input.matrix, state.block, state.histogram + kExponentBins, to.active);
-    return message(launched(error, to));
+void count_blocks(const Input& input, const State& state, const Launch& to) {
+  launch_in_turn(to, nullptr, 0, [&] {
+    with_dtype(input.dtype, [&](auto value) {
+      using scalar_t = decltype(value);
+      launch<blocks_kernel<scalar_t>>(dim3(kSampledBlocks / kBlocksThreads), kBlocksThreads, 0, to.stream,
+                                      static_cast<const scalar_t*>(input.data), input.matrix, state.block,
+                                      state.histogram + kExponentBins, to.active);
+    });
   });
-}
-
-const char* load_blocks(Dtype dtype) {
-  return with_dtype(dtype, [](auto value) { return message(load_kernel(blocks_kernel<decltype(value)>)); });
 }
 
 }  // namespace hookstats::cuda

@@ -7,7 +7,9 @@
 #include <atomic>
 #include <cstdlib>
 #include <mutex>
+#include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "../kernels.h"
 
@@ -69,15 +71,19 @@ inline bool is_of_device(cudaError_t error) {
          (cudaErrorHardwareStackError <= error && error <= cudaErrorLaunchFailure);
 }
 
-// What went wrong, or null. The runtime keeps an error until it is asked for the last one: it is, or the next launch
-// would be taken for the one that failed.
-inline const char* message(cudaError_t error) {
-  if (error == cudaSuccess) return nullptr;
+// Whether a call failed. The runtime keeps an error until it is asked for the last one: it is, or the next launch would
+// be taken for the one that failed.
+inline bool failed(cudaError_t error) {
+  if (error == cudaSuccess) return false;
   (void)cudaGetLastError();
-  if (!is_of_device(error)) return cudaGetErrorString(error);
-  thread_local std::string text;
-  text = std::string("the device had failed before, in any kernel of this process: ") + cudaGetErrorString(error);
-  return text.c_str();
+  return true;
+}
+
+// Throws what the runtime said.
+inline void check(cudaError_t error, const char* expected = "") {
+  if (!failed(error)) return;
+  const char* before = is_of_device(error) ? "the device had failed before, in any kernel of this process: " : "";
+  throw std::runtime_error(std::string("hookstats: CUDA: ") + expected + before + cudaGetErrorString(error));
 }
 
 constexpr int kMostDevices = 64;  // of which what CUDA says is remembered
@@ -96,7 +102,7 @@ inline Facts facts_of(int device) {
   if (const Facts* facts = is_kept ? known[device].load(std::memory_order_acquire) : nullptr) return *facts;
   const auto ask = [device](cudaDeviceAttr attribute, int otherwise) {
     int value = 0;
-    return message(cudaDeviceGetAttribute(&value, attribute, device)) ? otherwise : value;
+    return failed(cudaDeviceGetAttribute(&value, attribute, device)) ? otherwise : value;
   };
   Facts facts{ask(cudaDevAttrMaxSharedMemoryPerBlockOptin, 48 << 10), ask(cudaDevAttrMultiProcessorCount, 1),
               10 * ask(cudaDevAttrComputeCapabilityMajor, 0) + ask(cudaDevAttrComputeCapabilityMinor, 0)};
@@ -106,55 +112,43 @@ inline Facts facts_of(int device) {
   return facts;
 }
 
-// What was asked of CUDA about a kernel: one of these, static, for each.
-struct Prepared {
-  std::atomic<int> blocks[kMostDevices];  // by device, that a multiprocessor has at a time; 0: not asked yet
-};
+// All kernels that are launched anywhere.
+inline std::vector<const void*>& kernels() {
+  static auto* all = new std::vector<const void*>;
+  return *all;
+}
+template <auto kernel>
+inline const bool kIsAmongKernels = (kernels().push_back(reinterpret_cast<const void*>(kernel)), true);
 
-// Lets a kernel have its shared memory; `blocks`: of so many threads, how many a multiprocessor has at a time then.
-template <class Kernel>
-cudaError_t prepare(Kernel* kernel, Prepared& prepared, int threads, int shared_bytes, int device, int& blocks) {
+// How many blocks of so many threads and so much shared memory, which the kernel may have then, a multiprocessor has at
+// a time. Asked for once.
+template <auto kernel>
+int blocks_at_once(int threads, int shared_bytes, int device) {
+  static std::atomic<int> known[kMostDevices];  // 0: not asked yet
   const bool is_kept = 0 <= device && device < kMostDevices;
-  blocks = is_kept ? prepared.blocks[device].load(std::memory_order_relaxed) : 0;
-  if (blocks > 0) return cudaSuccess;
+  int blocks = is_kept ? known[device].load(std::memory_order_relaxed) : 0;
+  if (blocks > 0) return blocks;
   if (shared_bytes > 32 << 10) {  // beyond 48 KB, fixed arrays included, a kernel must ask
-    const auto error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-    if (error != cudaSuccess) return error;
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
   }
-  const auto error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, size_t(shared_bytes));
-  if (error != cudaSuccess) return error;
-  if (blocks == 0) return cudaErrorInvalidValue;  // never fits
-  if (is_kept) prepared.blocks[device].store(blocks, std::memory_order_relaxed);
-  return cudaSuccess;
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, size_t(shared_bytes)));
+  if (blocks == 0) check(cudaErrorInvalidValue);  // never fits
+  if (is_kept) known[device].store(blocks, std::memory_order_relaxed);
+  return blocks;
 }
 
-// Loads a kernel's code, as a first launch would.
-template <class Kernel>
-cudaError_t load_kernel(Kernel* kernel) {
-  cudaFuncAttributes of{};
-  return cudaFuncGetAttributes(&of, kernel);
+template <auto kernel, class... Args>
+void launch(dim3 grid, int threads, int shared_bytes, void* stream, const Args&... args) {
+  (void)kIsAmongKernels<kernel>;
+  start(kernel, grid, dim3(threads), shared_bytes, static_cast<cudaStream_t>(stream), args...);
+  check(cudaGetLastError());
 }
 
-// Each file's part of `load`.
-const char* load_accumulate(Dtype dtype, HistogramKind kind, int device);
-const char* load_many(Dtype dtype, HistogramKind kind, int device);
-const char* load_blocks(Dtype dtype);
-const char* load_softmax(Dtype dtype);
-const char* load_merge();
-const char* load_sample();
-
-// Starts a kernel of which nothing is to be asked; what it returns goes to `message`.
-template <class... Params, class... Args>
-cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, int shared_bytes, cudaStream_t stream,
-                   const Args&... args) {
-  start(kernel, grid, block, shared_bytes, stream, args...);
-  return cudaGetLastError();
-}
-
-// Behind a launch: those who wait for it can.
-inline cudaError_t launched(cudaError_t error, const Launch& to) {
-  if (error != cudaSuccess || !to.launched) return error;
-  return cudaEventRecord(static_cast<cudaEvent_t>(to.launched), static_cast<cudaStream_t>(to.stream));
+// Puts items into a plan's table, of which the kernel finds a copy on the device.
+template <class T>
+void append(std::vector<unsigned char>& table, const std::vector<T>& items) {
+  const auto* bytes = reinterpret_cast<const unsigned char*>(items.data());
+  table.insert(table.end(), bytes, bytes + items.size() * sizeof(T));
 }
 
 // Around a launch on sites, the State.counters of each: it comes behind their last launch, where that was on another
@@ -163,11 +157,19 @@ inline cudaError_t launched(cudaError_t error, const Launch& to) {
 class InTurn {
  public:
   InTurn(const Launch& launch, const void* const* sites, size_t count);
-  const char* problem = nullptr;  // text: what CUDA said
 
  private:
   std::unique_lock<std::mutex> lock_, sharing_;
 };
+
+// Calls f, which launches, on its device and in turn; behind it, those who wait for it can.
+template <class F>
+void launch_in_turn(const Launch& to, const void* const* sites, size_t count, const F& f) {
+  check(cudaSetDevice(to.device));
+  const InTurn turn(to, sites, count);
+  f();
+  if (to.launched) check(cudaEventRecord(static_cast<cudaEvent_t>(to.launched), static_cast<cudaStream_t>(to.stream)));
+}
 
 // Two float32, which newer GPUs add and multiply with one instruction, each rounded as alone.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000

@@ -91,8 +91,8 @@ __global__ void __launch_bounds__(kJointThreads, 3) joint_kernel(const __grid_co
 
 }  // namespace
 
-const char* joint_sums(const std::vector<JointTerm>& terms, void* stream, int device) {
-  if (const auto error = cudaSetDevice(device)) return message(error);
+void joint_sums(const std::vector<JointTerm>& terms, const Stream& stream) {
+  check(cudaSetDevice(stream.device));
   for (size_t first = 0; first < terms.size(); first += kJointTerms) {
     const size_t count = terms.size() - first < size_t(kJointTerms) ? terms.size() - first : size_t(kJointTerms);
     JointTable table{};
@@ -102,10 +102,8 @@ const char* joint_sums(const std::vector<JointTerm>& terms, void* stream, int de
       most = most < table.of[i].count ? table.of[i].count : most;
     }
     const dim3 grid(unsigned((most + kTogether - 1) / kTogether), unsigned(count));
-    const auto error = launch(joint_kernel, grid, dim3(kJointThreads), 0, static_cast<cudaStream_t>(stream), table);
-    if (error != cudaSuccess) return message(error);
+    launch<joint_kernel>(grid, kJointThreads, 0, stream.handle, table);
   }
-  return message(cudaSuccess);
 }
 
 }  // namespace hookstats::cuda

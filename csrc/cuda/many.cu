@@ -76,64 +76,33 @@ Job job_among_many(const Input& input, const State& state, bool packed) {
   return job;
 }
 
-// Calls f(kernel, what is known of it, its shared memory).
-template <class scalar_t, int kPack, template <class> class Walker, class F>
-cudaError_t with_kernel(HistogramKind kind, const F& f) {
-  return with_kind(kind, [&](auto kind) {
-    constexpr HistogramKind k = decltype(kind)::value;
-    static_assert(!kHasLean<scalar_t, kPack, 1, Walker, k>);
-    static Prepared prepared;
-    return f(many_kernel<scalar_t, kPack, Walker, k>, prepared,
-             Shared<scalar_t, kPack, 1, Walker, k, kUsualFlight>::kBytes);
-  });
-}
-
 template <class scalar_t, int kPack, template <class> class Walker>
-cudaError_t launch_many(const Many& many, const void* table, const void* const* data, const Launch& to) {
+void launch_many(const Many& many, const void* table, const void* const* data, const Launch& to) {
   Addresses addresses;  // those behind the last are never read
   std::copy(data, data + many.tensors, addresses.of);
   const auto* tasks = static_cast<const Task*>(table);
   const auto* task_of = reinterpret_cast<const unsigned*>(tasks + many.tensors);
-  return with_kernel<scalar_t, kPack, Walker>(many.kind, [&](auto kernel, Prepared& prepared, int bytes) {
-    int at_once = 0;
-    const auto error = prepare(kernel, prepared, kThreads, bytes, to.device, at_once);
-    if (error != cudaSuccess) return error;
-    return launch(kernel, dim3(unsigned(many.blocks)), dim3(kThreads), bytes, static_cast<cudaStream_t>(to.stream),
-                  addresses, tasks, task_of, to);
+  with_kind(many.kind, [&](auto kind) {
+    constexpr HistogramKind k = decltype(kind)::value;
+    static_assert(!kHasLean<scalar_t, kPack, 1, Walker, k>);
+    constexpr int kBytes = Shared<scalar_t, kPack, 1, Walker, k, kUsualFlight>::kBytes;
+    constexpr auto kernel = many_kernel<scalar_t, kPack, Walker, k>;
+    (void)blocks_at_once<kernel>(kThreads, kBytes, to.device);  // which lets it have them
+    launch<kernel>(dim3(unsigned(many.blocks)), kThreads, kBytes, to.stream, addresses, tasks, task_of, to);
   });
-}
-
-template <class scalar_t, int kPack, template <class> class Walker>
-cudaError_t load_kernel_of(HistogramKind kind, int device) {
-  return with_kernel<scalar_t, kPack, Walker>(kind, [&](auto kernel, Prepared& prepared, int bytes) {
-    int at_once = 0;
-    return prepare(kernel, prepared, kThreads, bytes, device, at_once);
-  });
-}
-
-template <class scalar_t>
-cudaError_t launch_as(const Many& many, const void* table, const void* const* data, const Launch& to) {
-  if constexpr (kPackOf<scalar_t> > 1) {
-    if (many.packed) return launch_many<scalar_t, kPackOf<scalar_t>, LineWalker>(many, table, data, to);
-  }
-  return launch_many<scalar_t, 1, NearWalker>(many, table, data, to);
 }
 
 }  // namespace
 
 AmongMany among_many(const Input& input, HistogramKind kind, int device) {
-  Layout layout = input.layout;
-  if (!is_near(layout)) return AmongMany::no;
+  if (!is_near(input.layout)) return AmongMany::no;
   const int most = facts_of(device).shared_memory;
-  switch (input.dtype) {
-#define HOOKSTATS_CASE(name, type, aten)                                                                            \
-  case Dtype::name:                                                                                                 \
-    return access_among_many<type>(layout, input.data, packs_fit<type, 1>(kind, most)).packed ? AmongMany::in_packs \
-                                                                                              : AmongMany::by_value;
-    HOOKSTATS_DTYPES(HOOKSTATS_CASE)
-#undef HOOKSTATS_CASE
-  }
-  return AmongMany::no;
+  return with_dtype(input.dtype, [&](auto value) {
+    using scalar_t = decltype(value);
+    Layout layout = input.layout;
+    const bool may_pack = packs_fit<scalar_t, 1>(kind, most);
+    return access_among_many<scalar_t>(layout, input.data, may_pack).packed ? AmongMany::in_packs : AmongMany::by_value;
+  });
 }
 
 Many plan_many(const std::vector<Input>& inputs, const std::vector<State>& states, AmongMany how) {
@@ -143,14 +112,8 @@ Many plan_many(const std::vector<Input>& inputs, const std::vector<State>& state
   for (size_t i = 0; i < inputs.size(); ++i) {
     Task task{};
     Job& job = task.job;
-    switch (many.dtype) {
-#define HOOKSTATS_CASE(name, type, aten)                           \
-  case Dtype::name:                                                \
-    job = job_among_many<type>(inputs[i], states[i], many.packed); \
-    break;
-      HOOKSTATS_DTYPES(HOOKSTATS_CASE)
-#undef HOOKSTATS_CASE
-    }
+    with_dtype(many.dtype,
+               [&](auto value) { job = job_among_many<decltype(value)>(inputs[i], states[i], many.packed); });
     task.first_block = unsigned(task_of_block.size());
     task_of_block.insert(task_of_block.end(), size_t(job.groups) * job.parts, unsigned(i));
     job.first_partial = many.partials;
@@ -161,39 +124,20 @@ Many plan_many(const std::vector<Input>& inputs, const std::vector<State>& state
     many.sites.push_back(states[i].counters);
   }
   many.blocks = int64_t(task_of_block.size());
-  const auto append = [&](const auto& items) {
-    const auto* bytes = reinterpret_cast<const unsigned char*>(items.data());
-    many.table.insert(many.table.end(), bytes, bytes + items.size() * sizeof(items[0]));
-  };
-  append(tasks);
-  append(task_of_block);
+  append(many.table, tasks);
+  append(many.table, task_of_block);
   return many;
 }
 
-const char* accumulate(const Many& many, const void* table, const void* const* data, const Launch& to) {
-  if (const auto error = cudaSetDevice(to.device)) return message(error);
-  const InTurn turn(to, many.sites.data(), many.sites.size());
-  if (turn.problem) return turn.problem;
-  switch (many.dtype) {
-#define HOOKSTATS_CASE(name, type, aten) \
-  case Dtype::name:                      \
-    return message(launched(launch_as<type>(many, table, data, to), to));
-    HOOKSTATS_DTYPES(HOOKSTATS_CASE)
-#undef HOOKSTATS_CASE
-  }
-  return "unknown dtype";
-}
-
-const char* load_many(Dtype dtype, HistogramKind kind, int device) {
-  return with_dtype(dtype, [&](auto value) {
-    using scalar_t = decltype(value);
-    if constexpr (kPackOf<scalar_t> > 1) {
-      if (packs_fit<scalar_t, 1>(kind, facts_of(device).shared_memory)) {
-        if (const auto error = load_kernel_of<scalar_t, kPackOf<scalar_t>, LineWalker>(kind, device))
-          return message(error);
+void accumulate(const Many& many, const void* table, const void* const* data, const Launch& to) {
+  launch_in_turn(to, many.sites.data(), many.sites.size(), [&] {
+    with_dtype(many.dtype, [&](auto value) {
+      using scalar_t = decltype(value);
+      if constexpr (kPackOf<scalar_t> > 1) {
+        if (many.packed) return launch_many<scalar_t, kPackOf<scalar_t>, LineWalker>(many, table, data, to);
       }
-    }
-    return message(load_kernel_of<scalar_t, 1, NearWalker>(kind, device));
+      launch_many<scalar_t, 1, NearWalker>(many, table, data, to);
+    });
   });
 }
 

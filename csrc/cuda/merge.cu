@@ -96,19 +96,16 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-const char* merge(const State& into, const State& from, const Launch& to) {
+void merge(const State& into, const State& from, const Launch& to) {
   const int64_t bins = from.kind == HistogramKind::none ? 0 : from.all_bins();
   const bool fold = into.channels != from.channels;
   const int64_t items = from.channels > bins ? from.channels : bins;
   const int64_t blocks = fold ? 1 : (items + kThreads - 1) / kThreads;
   const dim3 grid(unsigned(blocks < kBlocks ? blocks : kBlocks));
-  if (const auto error = cudaSetDevice(to.device)) return message(error);
   const void* const sites[] = {into.counters, from.counters};
-  const InTurn turn(to, sites, 2);
-  if (turn.problem) return turn.problem;
-  return message(launched(launch(merge_kernel, grid, dim3(kThreads), fold ? kThreads * sizeof(Sample) : 0,
-                                 static_cast<cudaStream_t>(to.stream), into, from),
-                          to));
+  launch_in_turn(to, sites, 2, [&] {
+    launch<merge_kernel>(grid, kThreads, fold ? kThreads * sizeof(Sample) : 0, to.stream, into, from);
+  });
 }
 
 TotalsPlan plan_totals(const std::vector<State>& states) {
@@ -123,28 +120,19 @@ TotalsPlan plan_totals(const std::vector<State>& states) {
     if (count > 1) plan.scratch += 1 + count * int64_t(kFields);
   }
   plan.blocks = int64_t(shares.size());
-  const auto append = [&](const auto& items) {
-    const auto* bytes = reinterpret_cast<const unsigned char*>(items.data());
-    plan.table.insert(plan.table.end(), bytes, bytes + items.size() * sizeof(items[0]));
-  };
-  append(states);
-  append(shares);
+  append(plan.table, states);
+  append(plan.table, shares);
   return plan;
 }
 
-const char* totals(const TotalsPlan& plan, const void* table, int64_t* scratch, int64_t* out, const Launch& to) {
+void totals(const TotalsPlan& plan, const void* table, int64_t* scratch, int64_t* out, const Launch& to) {
   static_assert(sizeof(Sample) == kFields * sizeof(double) && sizeof(State) % alignof(TotalsShare) == 0);
-  if (const auto error = cudaSetDevice(to.device)) return message(error);
   const auto* states = static_cast<const State*>(table);
   const auto* shares = reinterpret_cast<const TotalsShare*>(states + plan.states);
-  return message(launched(launch(totals_kernel, dim3(unsigned(plan.blocks)), dim3(kThreads), kThreads * sizeof(Sample),
-                                 static_cast<cudaStream_t>(to.stream), states, shares, scratch, out),
-                          to));
-}
-
-const char* load_merge() {
-  const auto error = load_kernel(merge_kernel);
-  return message(error != cudaSuccess ? error : load_kernel(totals_kernel));
+  launch_in_turn(to, nullptr, 0, [&] {
+    launch<totals_kernel>(dim3(unsigned(plan.blocks)), kThreads, kThreads * sizeof(Sample), to.stream, states, shares,
+                          scratch, out);
+  });
 }
 
 }  // namespace hookstats::cuda

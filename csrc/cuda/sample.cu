@@ -40,19 +40,15 @@ __global__ void __launch_bounds__(kSampleThreads, 4)
 
 }  // namespace
 
-const char* sample(const std::vector<Sampled>& tensors, const Launch& to) {
-  if (const auto error = cudaSetDevice(to.device)) return message(error);
-  for (size_t first = 0; first < tensors.size(); first += kSamples) {
-    const size_t count = tensors.size() - first < size_t(kSamples) ? tensors.size() - first : size_t(kSamples);
-    SampleTable table{};
-    for (size_t i = 0; i < count; ++i) table.of[i] = tensors[first + i];
-    const auto error = launch(sample_kernel, dim3(unsigned(count), kSampleParts), dim3(kSampleThreads), 0,
-                              static_cast<cudaStream_t>(to.stream), table, to.active);
-    if (error != cudaSuccess) return message(error);
-  }
-  return message(launched(cudaSuccess, to));
+void sample(const std::vector<Sampled>& tensors, const Launch& to) {
+  launch_in_turn(to, nullptr, 0, [&] {
+    for (size_t first = 0; first < tensors.size(); first += kSamples) {
+      const size_t count = tensors.size() - first < size_t(kSamples) ? tensors.size() - first : size_t(kSamples);
+      SampleTable table{};
+      for (size_t i = 0; i < count; ++i) table.of[i] = tensors[first + i];
+      launch<sample_kernel>(dim3(unsigned(count), kSampleParts), kSampleThreads, 0, to.stream, table, to.active);
+    }
+  });
 }
-
-const char* load_sample() { return message(load_kernel(sample_kernel)); }
 
 }  // namespace hookstats::cuda

@@ -93,30 +93,31 @@ class WhileCapturing {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-const char* no_room(size_t bytes, cudaError_t error) {
-  thread_local std::string text;
-  text = "expected " + std::to_string(bytes) + " bytes of device memory for scratch: " + message(error);
-  return text.c_str();
-}
-
 // Zeros on the current device, seen by every stream. Waits for no other work.
-const char* make(void** memory, size_t bytes) {
+void* make(size_t bytes) {
   const WhileCapturing mode;
-  if (const auto error = cudaMalloc(memory, bytes)) return no_room(bytes, error);
+  void* memory = nullptr;
+  check(cudaMalloc(&memory, bytes),
+        ("expected " + std::to_string(bytes) + " bytes of device memory for scratch: ").c_str());
   cudaStream_t own = nullptr;
-  if (const auto error = cudaStreamCreateWithFlags(&own, cudaStreamNonBlocking)) return message(error);
-  const cudaError_t cleared = cudaMemsetAsync(*memory, 0, bytes, own), done = cudaStreamSynchronize(own);
+  check(cudaStreamCreateWithFlags(&own, cudaStreamNonBlocking));
+  const cudaError_t cleared = cudaMemsetAsync(memory, 0, bytes, own), done = cudaStreamSynchronize(own);
   (void)cudaStreamDestroy(own);
-  return message(cleared != cudaSuccess ? cleared : done);
+  check(cleared != cudaSuccess ? cleared : done);
+  return memory;
 }
 
-const char* make_piece(Piece& piece, int64_t doubles, int64_t count) {
-  void* memory = nullptr;
+Piece make_piece(int64_t doubles, int64_t count) {
   const auto bytes = size_t(doubles) * sizeof(double);
-  if (const char* problem = make(&memory, bytes + size_t(count) * sizeof(unsigned))) return problem;
-  piece = {static_cast<double*>(memory), reinterpret_cast<unsigned*>(static_cast<char*>(memory) + bytes), doubles,
-           count};
-  return nullptr;
+  void* memory = make(bytes + size_t(count) * sizeof(unsigned));
+  return {static_cast<double*>(memory), reinterpret_cast<unsigned*>(static_cast<char*>(memory) + bytes), doubles,
+          count};
+}
+
+cudaEvent_t make_event() {
+  cudaEvent_t event = nullptr;
+  check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+  return event;
 }
 
 cudaError_t capture_of(void* stream, unsigned long long& number, cudaGraph_t* graph) {
@@ -136,7 +137,7 @@ std::shared_ptr<std::atomic<bool>> end_of_capture(void* stream) {
   using Flag = std::shared_ptr<std::atomic<bool>>;
   cudaGraph_t graph = nullptr;
   unsigned long long number = 0;
-  if (message(capture_of(stream, number, &graph)) || number == 0) return nullptr;
+  if (failed(capture_of(stream, number, &graph)) || number == 0) return nullptr;
   auto flag = std::make_shared<std::atomic<bool>>(false);
   auto* held = new Flag(flag);
   const auto tell = [](void* held) {  // on a thread of CUDA's, which may call nothing of it
@@ -145,12 +146,12 @@ std::shared_ptr<std::atomic<bool>> end_of_capture(void* stream) {
     delete flag;
   };
   cudaUserObject_t object = nullptr;
-  if (message(cudaUserObjectCreate(&object, held, tell, 1, cudaUserObjectNoDestructorSync))) {
+  if (failed(cudaUserObjectCreate(&object, held, tell, 1, cudaUserObjectNoDestructorSync))) {
     delete held;
     return nullptr;
   }
-  if (!message(cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove))) return flag;
-  (void)message(cudaUserObjectRelease(object, 1));
+  if (!failed(cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove))) return flag;
+  (void)failed(cudaUserObjectRelease(object, 1));
   return nullptr;
 }
 
@@ -167,37 +168,32 @@ Piece take_from_graphs(Device& device, int64_t doubles, int64_t count) {
 }
 
 // Puts what follows on a stream behind what was launched on another one, of which this is the use.
-const char* follow(void* stream, void* other, const Use& use) {
+void follow(void* stream, void* other, const Use& use) {
   if (use.stays) {
-    if (capture_on(other)) return nullptr;  // before a capture, what came before was waited for
-    const auto error = cudaEventRecord(use.event, static_cast<cudaStream_t>(other));
-    if (error != cudaSuccess) return message(error);
+    if (capture_on(other)) return;  // before a capture, what came before was waited for
+    check(cudaEventRecord(use.event, static_cast<cudaStream_t>(other)));
   }
-  return message(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), use.event, 0));
+  check(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), use.event, 0));
 }
 
 // The same behind the last closing, and so behind all of them.
-const char* follow_closing(const Device& device, const Stream& stream) {
-  if (device.closings == 0 || device.closer == stream.handle) return nullptr;
-  if (const auto error = cudaSetDevice(stream.device)) return message(error);
-  return message(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream.handle), device.closed, 0));
+void follow_closing(const Device& device, const Stream& stream) {
+  if (device.closings == 0 || device.closer == stream.handle) return;
+  check(cudaSetDevice(stream.device));
+  check(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream.handle), device.closed, 0));
 }
 
 // What comes behind this closing from now on, comes behind all that is on its stream so far.
-const char* record_closing(Device& device, const Stream& stream) {
-  if (const auto error = cudaSetDevice(stream.device)) return message(error);
-  if (!device.closed) {
-    const auto error = cudaEventCreateWithFlags(&device.closed, cudaEventDisableTiming);
-    if (error != cudaSuccess) return message(error);
-  }
+void record_closing(Device& device, const Stream& stream) {
+  check(cudaSetDevice(stream.device));
+  if (!device.closed) device.closed = make_event();
   device.closer = stream.handle;
   ++device.closings;
-  return message(cudaEventRecord(device.closed, static_cast<cudaStream_t>(stream.handle)));
+  check(cudaEventRecord(device.closed, static_cast<cudaStream_t>(stream.handle)));
 }
 
 // Gives scratch of this size to a stream, or to a capture on it.
-const char* give_scratch(Device& device, const Stream& stream, const StreamAndCapture& key, int64_t doubles,
-                         int64_t count) {
+void give_scratch(Device& device, const Stream& stream, const StreamAndCapture& key, int64_t doubles, int64_t count) {
   Use use;
   Piece piece;
   unsigned long long* clock = nullptr;
@@ -211,22 +207,11 @@ const char* give_scratch(Device& device, const Stream& stream, const StreamAndCa
     is_there = is_there || piece.partials;
     clock = device.clock;
   }
-  if (const auto error = cudaSetDevice(stream.device)) return message(error);
-  if (!clock) {
-    void* memory = nullptr;
-    if (const char* problem = make(&memory, sizeof *clock)) return problem;
-    clock = static_cast<unsigned long long*>(memory);
-  }
-  if (!is_there) {
-    const int64_t most_doubles = std::max(doubles, kScratchDoubles), most = std::max(count, kScratchCounters);
-    if (const char* problem = make_piece(piece, most_doubles, most)) return problem;
-  }
+  check(cudaSetDevice(stream.device));
+  if (!clock) clock = static_cast<unsigned long long*>(make(sizeof *clock));
+  if (!is_there) piece = make_piece(std::max(doubles, kScratchDoubles), std::max(count, kScratchCounters));
   use.stays = stream.stays;
-  if (key.second) {
-    use.is_gone = end_of_capture(stream.handle);
-  } else if (const auto error = cudaEventCreateWithFlags(&use.event, cudaEventDisableTiming)) {
-    return message(error);
-  }
+  key.second ? void(use.is_gone = end_of_capture(stream.handle)) : void(use.event = make_event());
   const std::lock_guard<std::mutex> lock(device.mutex);
   if (!device.clock) device.clock = clock;  // else another thread was faster
   const auto [there, is_new] = device.uses.try_emplace(key, std::move(use));
@@ -234,7 +219,6 @@ const char* give_scratch(Device& device, const Stream& stream, const StreamAndCa
   if (!is_there) device.bytes += piece.bytes();
   Piece& before = device.piece_of(there->second);
   if (!before.fits(doubles, count)) before = piece;  // launches may still use the one that was too small
-  return nullptr;
 }
 
 }  // namespace
@@ -242,19 +226,19 @@ const char* give_scratch(Device& device, const Stream& stream, const StreamAndCa
 unsigned long long capture_on(void* stream) {
   unsigned long long number = 0;
   if (!stream) return 0;  // the default stream cannot be captured
-  (void)message(capture_of(stream, number, nullptr));
+  (void)failed(capture_of(stream, number, nullptr));
   return number;
 }
 
-const char* ask(Versions& versions, int device) {
-  for (const cudaError_t error : {cudaRuntimeGetVersion(&versions.runtime), cudaDriverGetVersion(&versions.driver)}) {
-    if (const char* problem = message(error)) return problem;
-  }
+Versions versions_of(int device) {
+  Versions versions;
+  const auto runtime = cudaRuntimeGetVersion(&versions.runtime), driver = cudaDriverGetVersion(&versions.driver);
+  if (versions.driver) check(runtime != cudaSuccess ? runtime : driver);  // else it is too old for this runtime
   versions.capability = facts_of(device).capability;
-  return nullptr;
+  return versions;
 }
 
-const char* launch_on(Launch& launch, const Stream& stream, const int32_t* active, int64_t doubles, int64_t counters) {
+Launch launch_on(const Stream& stream, const int32_t* active, int64_t doubles, int64_t counters) {
   Device& device = device_of(stream.device);
   const unsigned long long capture = capture_on(stream.handle);
   const StreamAndCapture key{stream.handle, capture};
@@ -266,22 +250,21 @@ const char* launch_on(Launch& launch, const Stream& stream, const int32_t* activ
         Use& use = found->second;
         const Piece& piece = device.piece_of(use);
         if (!capture && use.closings != device.closings) {
-          if (const char* problem = follow_closing(device, stream)) return problem;
+          follow_closing(device, stream);
           use.closings = device.closings;
         }
         use.was_used = true;
-        launch = {stream.handle, stream.device, piece.partials, piece.counters,
-                  device.clock,  active,        capture,        use.stays || capture ? nullptr : use.event};
-        return nullptr;
+        return {stream.handle, stream.device, piece.partials, piece.counters,
+                device.clock,  active,        capture,        use.stays || capture ? nullptr : use.event};
       }
     }
-    if (const char* problem = give_scratch(device, stream, key, doubles, counters)) return problem;
+    give_scratch(device, stream, key, doubles, counters);
   }
 }
 
 InTurn::InTurn(const Launch& launch, const void* const* sites, size_t count) {
   static std::mutex mutexes[64];
-  if (launch.capture) return;
+  if (launch.capture || count == 0) return;
   lock_ = std::unique_lock<std::mutex>(mutexes[reinterpret_cast<uintptr_t>(sites[0]) / sizeof(int64_t) % 64]);
   Device& device = device_of(launch.device);
   std::set<void*> others;
@@ -299,9 +282,7 @@ InTurn::InTurn(const Launch& launch, const void* const* sites, size_t count) {
     last = {launch.stream, device.begun};
   }
   others.erase(launch.stream);
-  for (void* other : others) {
-    if (!problem) problem = follow(launch.stream, other, device.uses.at({other, 0}));
-  }
+  for (void* other : others) follow(launch.stream, other, device.uses.at({other, 0}));
 }
 
 int64_t scratch_bytes(int number) {
@@ -311,41 +292,34 @@ int64_t scratch_bytes(int number) {
 }
 
 // It is recorded at once, too: who comes behind it later is behind what it waits for, though it should never end.
-const char* begin_closing(const Stream& stream) {
-  if (capture_on(stream.handle)) return nullptr;
+void begin_closing(const Stream& stream) {
+  if (capture_on(stream.handle)) return;
   Device& device = device_of(stream.device);
   const std::lock_guard<std::mutex> lock(device.mutex);
-  if (device.uses.empty()) return nullptr;  // nothing was launched
-  if (const auto error = cudaSetDevice(stream.device)) return message(error);
-  if (const char* problem = follow_closing(device, stream)) return problem;
+  if (device.uses.empty()) return;  // nothing was launched
+  check(cudaSetDevice(stream.device));
+  follow_closing(device, stream);
   for (auto& [key, use] : device.uses) {
     const auto& [handle, capture] = key;
     if (capture || !std::exchange(use.was_used, false) || handle == stream.handle) continue;
-    if (const char* problem = follow(stream.handle, handle, use)) return problem;
+    follow(stream.handle, handle, use);
   }
   ++device.begun;
   if (device.last.size() > kMostRemembered) device.last.clear();
-  return record_closing(device, stream);
+  record_closing(device, stream);
 }
 
-const char* end_closing(const Stream& stream) {
-  if (capture_on(stream.handle)) return nullptr;
+void end_closing(const Stream& stream) {
+  if (capture_on(stream.handle)) return;
   Device& device = device_of(stream.device);
   const std::lock_guard<std::mutex> lock(device.mutex);
-  return device.uses.empty() ? nullptr : record_closing(device, stream);
+  if (!device.uses.empty()) record_closing(device, stream);
 }
 
-const char* load(Dtype dtype, HistogramKind kind, int device) {
-  constexpr int kLoadsInCaptures = 12030;  // a driver from CUDA 12.3 on
-  Versions versions;
-  if (const char* problem = ask(versions, device)) return problem;
-  if (versions.driver >= kLoadsInCaptures) return nullptr;
-  if (const auto error = cudaSetDevice(device)) return message(error);
-  for (const char* problem : {load_accumulate(dtype, kind, device), load_many(dtype, kind, device), load_blocks(dtype),
-                              load_softmax(dtype), load_merge(), load_sample()}) {
-    if (problem) return problem;
-  }
-  return nullptr;
+void load_kernels(int device) {
+  check(cudaSetDevice(device));
+  cudaFuncAttributes of{};
+  for (const void* kernel : kernels()) check(cudaFuncGetAttributes(&of, kernel));
 }
 
 }  // namespace hookstats::cuda

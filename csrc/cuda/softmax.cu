@@ -138,39 +138,22 @@ int team_of(int64_t n) {
   return team;
 }
 
-template <class scalar_t>
-const char* start(const SoftmaxRows& rows, void* out, cudaStream_t stream) {
+template <class scalar_t, int kKept>
+void launch_rows(const SoftmaxRows& rows, void* out, void* stream) {
   const int team = team_of<scalar_t>(rows.n);
-  const dim3 grid(unsigned(divide_up(rows.rows(), kThreads / team)));
-  const auto run = [&](auto kernel) {
-    return message(launch(kernel, grid, dim3(kThreads), 0, stream, rows, static_cast<acc_of<scalar_t>*>(out), team));
-  };
-  if (rows.top_k == 0) return run(softmax_kernel<scalar_t, 0>);
-  return rows.top_k <= 2 ? run(softmax_kernel<scalar_t, 3>) : run(softmax_kernel<scalar_t, kMostKept>);
+  launch<softmax_kernel<scalar_t, kKept>>(dim3(unsigned(divide_up(rows.rows(), kThreads / team))), kThreads, 0, stream,
+                                          rows, static_cast<acc_of<scalar_t>*>(out), team);
 }
 
 }  // namespace
 
-const char* softmax_rows(const SoftmaxRows& rows, Dtype dtype, void* out, void* stream, int device) {
-  if (const auto error = cudaSetDevice(device)) return message(error);
-  switch (dtype) {
-#define HOOKSTATS_CASE(name, type, aten) \
-  case Dtype::name:                      \
-    return start<type>(rows, out, static_cast<cudaStream_t>(stream));
-    HOOKSTATS_DTYPES(HOOKSTATS_CASE)
-#undef HOOKSTATS_CASE
-  }
-  return "a dtype without a kernel";
-}
-
-const char* load_softmax(Dtype dtype) {
-  return with_dtype(dtype, [&](auto value) {
+void softmax_rows(const SoftmaxRows& rows, Dtype dtype, void* out, const Stream& stream) {
+  check(cudaSetDevice(stream.device));
+  with_dtype(dtype, [&](auto value) {
     using scalar_t = decltype(value);
-    for (const auto error : {load_kernel(softmax_kernel<scalar_t, 0>), load_kernel(softmax_kernel<scalar_t, 3>),
-                             load_kernel(softmax_kernel<scalar_t, kMostKept>)}) {
-      if (error != cudaSuccess) return message(error);
-    }
-    return message(cudaSuccess);
+    if (rows.top_k == 0) return launch_rows<scalar_t, 0>(rows, out, stream.handle);
+    if (rows.top_k <= 2) return launch_rows<scalar_t, 3>(rows, out, stream.handle);
+    launch_rows<scalar_t, kMostKept>(rows, out, stream.handle);
   });
 }
 

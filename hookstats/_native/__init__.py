@@ -13,7 +13,6 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterable
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -113,7 +112,7 @@ COUNTERS: int = _SAID["COUNTERS"]
 DIMS_BY_NDIM: int = _SAID["DIMS_BY_NDIM"]
 HAS_CUDA: bool = _SAID["HAS_CUDA"]
 
-accumulate = OPS.accumulate
+Site = functools.partial(operators.SiteInPython, OPS)
 # softmax_rows(logits, top_k=0) -> [5, ...] of logits [..., n], with a margin for top_k > 0 [6, ...]: csrc/softmax.h.
 softmax_rows = OPS.softmax_rows
 # sample(tensors, values, active, differences): of each tensor the elements of csrc/sample.h as float32 (float64 of
@@ -121,7 +120,6 @@ softmax_rows = OPS.softmax_rows
 sample = OPS.sample
 # joint_sums(weights, gradients, terms, places): csrc/joint.cpp.
 joint_sums = OPS.joint_sums
-merge = OPS.merge  # merge(moments, counters, histogram, from...): a state into another, or all its channels into one
 clear = OPS.clear  # clear(blocks): makes them zero between two kernels
 operator = OPS.define
 # (counter, amount, skip_recomputation): adds to a counter, in graphs; gradient hooks may change nothing otherwise.
@@ -167,13 +165,6 @@ def reserve_scratch(device: torch.device) -> int:
     if reserved and device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()  # for what was cleared on it, and is used on others
     return reserved
-
-
-def load_kernels(device: torch.device, dtypes: Iterable[torch.dtype], histogram: fields.Bins | None) -> None:
-    """Loads what tensors of these dtypes need, where a driver would not do it while a CUDA graph is captured."""
-    linear = isinstance(histogram, fields.LinearBins)
-    kind = 0 if histogram is None else 3 if linear else 2 if histogram.per_channel else 1  # HistogramKind of csrc
-    OPS.load_kernels([DTYPES.index(dtype) for dtype in dtypes if dtype in DTYPES], kind, operators.number_of(device))
 
 
 def part(memory: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 _PYTHON = torch._C.DispatchKey.Python
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_OF_MERE_SHAPES = ("accumulate", "merge")  # they return nothing
-_NAMES = [*_OF_MERE_SHAPES, "sample", "softmax_rows", "part", "clear", "make_site", "fold", "let_go", "capture_on"]
-_NAMES += ["begin_closing", "end_closing", "reserve_scratch", "load_kernels", "make_copies", "take_copies"]
-_NAMES += ["joint_sums", "make_totals", "totals_table", "take_totals", "make_batch", "accumulate_batch", "batch_tables"]
 
 
 def has_no_data(x: torch.Tensor) -> bool:
@@ -58,23 +53,18 @@ class Operators:
                 raise ImportError(f"hookstats: {here}: {error}") from error
         self._library = torch.library.Library(namespace, "FRAGMENT")
         self._space = space = getattr(torch.ops, namespace)
-        missing = [name for name in ("describe", *_NAMES) if not hasattr(space, name)]
-        if missing:
-            raise ImportError(f"hookstats: {library} is older than the Python files beside it, without {missing[0]}")
         self.constants: dict[str, Any] = json.loads(space.describe.default())
-        for name in _NAMES:
+        for name in self.constants["OPERATORS"]:
             # No gradient flows through a statistic, and none is stopped: autograd does not look.
             self._library.impl(name, torch.library.fallthrough_kernel, "Autograd")
             overload = getattr(space, name).default
             setattr(self, name, getattr(overload, "_op", overload) if name == "fold" else overload)  # of each hook
         # A gradient of zeros that were never written has no data, for any hook.
         self._library.impl("fold", torch.library.fallthrough_kernel, "ZeroTensor")
-        for name in _OF_MERE_SHAPES:
-            self._library.impl(name, lambda *arguments, **named: None, "Meta")
         self._library.impl("softmax_rows", self._empty_for, "Meta")
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"expected an operator of csrc, got {name!r}")
+        raise AttributeError(f"hookstats: the built extension is older than the Python files beside it, without {name}")
 
     def packet(self, name: str) -> Any:
         """An operator with its overloads."""
@@ -111,13 +101,6 @@ class Operators:
         numbers = self.constants["SOFTMAX_FIELDS"] + (top_k > 0)
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         return torch.empty((numbers, *logits.shape[:-1]), dtype=dtype, device=logits.device)
-
-    @contextmanager
-    def closing(self, device: torch.device) -> Iterator[None]:
-        """Wrap a change of monitors' memory on the current stream: see csrc/kernels.h."""
-        self.begin_closing(number_of(device))
-        yield
-        self.end_closing(number_of(device))
 
 
 def call_untraced(function: Callable[..., object], *arguments: Any) -> None:
@@ -167,24 +150,33 @@ class MadeOn:
             each.record_stream(here)
 
 
-class Batch:
-    """The sites whose tensors come together. Lists with an entry for each."""
+class SiteInPython:
+    """A site's state, checked once."""
 
-    def __init__(
-        self,
-        ops: Operators,
-        moments: list[torch.Tensor],
-        counters: list[torch.Tensor],
-        histograms: list[torch.Tensor | None],
-        active: list[torch.Tensor],
-        channel_dims: list[int],
-        low: float,
-        high: float,
-        block: int,
-    ) -> None:
+    def __init__(self, ops: Operators, state: Any) -> None:
+        """state: a `hookstats.watch.memory.SiteState`."""
+        tensors = (state.moments, state.counters, state.histogram, state.active)
+        self._held = _Held(ops, ops.make_site(*tensors, state.channel_dim, state.low, state.high, state.block))
+        self.number = self._held.number
+        self.device: torch.device = state.moments.device
         self._ops = ops
-        self._held = _Held(ops, ops.make_batch(moments, counters, histograms, active, channel_dims, low, high, block))
-        self._devices = {each.device for each in moments if each.is_cuda}
+
+    def fold(self, x: torch.Tensor, *others: Any) -> None:
+        """others: rows, kept, only_look, every, phase: csrc/ops.cpp."""
+        self._ops.fold(x, self.number, *others)
+
+    def merge(self, other: SiteInPython) -> None:
+        """Take what another state has, or all of its channels into one."""
+        self._ops.merge(self.number, other.number)
+
+
+class Batch:
+    """The sites whose tensors come together."""
+
+    def __init__(self, ops: Operators, sites: Sequence[SiteInPython]) -> None:
+        self._ops = ops
+        self._held = _Held(ops, ops.make_batch([site.number for site in sites]))
+        self._devices = {site.device for site in sites if site.device.type == "cuda"}
         self._streams: set[torch.cuda.Stream] = set()  # that have launched
 
     def accumulate(self, tensors: Sequence[torch.Tensor | None]) -> list[tuple[int, str]]:
@@ -252,24 +244,16 @@ class Copies:
         self._held = _Held(self._ops, self._ops.make_copies())
 
 
-class SiteInPython:
-    """A site's state, checked once, for a hook in Python."""
-
-    def __init__(self, ops: Operators, state: Any) -> None:
-        """state: a `hookstats.watch.memory.SiteState`."""
-        tensors = (state.moments, state.counters, state.histogram, state.active)
-        self._held = _Held(ops, ops.make_site(*tensors, state.channel_dim, state.low, state.high, state.block))
-        self.number = self._held.number
-
-
 def set_flags(ops: Operators, flags: Iterable[torch.Tensor], value: int) -> None:
     """Writes what says whether kernels measure: launches so far find what it was, on any stream, and later ones this.
 
     Versions stay: compiled graphs keep flags for their backward, which is not to refuse them for having changed.
     """
     for flag in flags:
-        with ops.closing(flag.device), _unsafe_preserve_version_counter(flag):
+        ops.begin_closing(number_of(flag.device))
+        with _unsafe_preserve_version_counter(flag):
             flag.fill_(value)
+        ops.end_closing(number_of(flag.device))
 
 
 def give_away(ops: Operators, blocks: Sequence[torch.Tensor]) -> None:

@@ -168,16 +168,7 @@ class Batches:
     def _new(self, key: tuple[int, ...], states: list[SiteState]) -> Any:
         if self._members > _MOST_BATCHED * len(self._store.entries):
             self._forget()
-        batch = self._known[key] = _native.Batch(
-            [state.moments for state in states],
-            [state.counters for state in states],
-            [state.histogram for state in states],
-            [state.active for state in states],
-            [state.channel_dim for state in states],
-            states[0].low,
-            states[0].high,
-            states[0].block,
-        )
+        batch = self._known[key] = _native.Batch(list(map(_native.Site, states)))
         self._members += len(key)
         return batch
 

@@ -48,23 +48,8 @@ class SiteState(NamedTuple):
 
 def accumulate(x: torch.Tensor, state: SiteState, rows: Rows | None = None) -> None:
     """Folds a tensor into a SiteState, by the operator."""
-    row_index, kept = rows or (None, None)
-    every, phase = state.enabled.sampling if state.is_sampled else (1, 0)
-    _native.accumulate(
-        x,
-        state.moments,
-        state.counters,
-        state.histogram,
-        state.active,
-        state.channel_dim,
-        state.low,
-        state.high,
-        row_index,
-        kept,
-        state.block,
-        every,
-        phase,
-    )
+    sampling = state.enabled.sampling if state.is_sampled else (1, 0)
+    _native.Site(state).fold(x, *(rows or (None, None)), False, *sampling)
 
 
 _Tensor = TypeVar("_Tensor", torch.Tensor, torch.Tensor | None)
@@ -397,7 +382,9 @@ class StateStore:
                 memory = self.blocks[each.device][each.block]
                 (copy,) = self._left.take([_native.part(memory, each.offset, (each.size,), torch.int64)], True)
                 copy = copy.to(place.device)
-                _native.merge(*state[:3], *self._parts(copy, 0, each, entry.has_bins))
+                moments, counters, histogram = self._parts(copy, 0, each, entry.has_bins)
+                left = state._replace(moments=moments, counters=counters, histogram=histogram)
+                _native.Site(state).merge(_native.Site(left))
 
     def forget_left(self) -> None:
         """Free the left states that nothing can come to any more, after all was cleared."""

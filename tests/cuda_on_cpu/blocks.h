@@ -43,18 +43,15 @@ struct Gpu {
 };
 inline Gpu gpu;
 
-inline unsigned shuffle_seed = 0;                     // 0: in order
-inline int64_t launches = 0, blocks = 0, copies = 0;  // so far
+inline unsigned shuffle_seed = 0;         // 0: in order
+inline int64_t launches = 0, blocks = 0;  // so far
 inline int dynamic_shared_bytes = 0;
 inline std::function<void(uint64_t)> before_block;  // given the number of blocks that have run
 
 // A thread's asynchronous copies, and where groups of them end.
 class Copies {
  public:
-  void add(void* to, const void* from, size_t bytes) {
-    copies_.push_back({to, from, bytes});
-    ++copies;
-  }
+  void add(void* to, const void* from, size_t bytes) { copies_.push_back({to, from, bytes}); }
   void end_group() { ends_.push_back(copies_.size()); }
   void wait_for_all_but(size_t groups) {
     if (ends_.size() <= groups) return;

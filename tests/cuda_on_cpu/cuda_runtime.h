@@ -175,10 +175,6 @@ inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   *event = new void*(nullptr);
   return cudaSuccess;
 }
-inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
-  delete event;
-  return cudaSuccess;
-}
 inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   *event = stream;
   cuda_on_cpu::order.push_back("record " + cuda_on_cpu::name_of(stream));

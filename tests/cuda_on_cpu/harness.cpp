@@ -71,9 +71,6 @@ int64_t scratch() {
   return or_said([](const char*) { return reinterpret_cast<int64_t>(launch_here().partials); }, nullptr);
 }
 
-// An arrival that belongs to no launch, at the piece of scratch of this stream.
-void stray_arrival(int64_t word) { launch_here().arrivals[word] += 1; }
-
 // What streams were told since this was asked, a line each.
 const char* take_order() {
   static std::string lines;
@@ -90,7 +87,6 @@ int64_t blocks() { return cuda_on_cpu::blocks; }
 int64_t queries() { return cuda_on_cpu::queries; }
 void forget_kernels() { cuda_on_cpu::loaded.clear(); }
 void use_one_part(int64_t use) { cuda_on_cpu::in_one_part = use; }
-int64_t copies() { return cuda_on_cpu::copies; }
 void shuffle(int64_t seed) { cuda_on_cpu::shuffle_seed = unsigned(seed); }
 int64_t launches() { return cuda_on_cpu::launches; }
 int64_t run_faulty(const char* name) {

@@ -83,7 +83,7 @@ int64_t run_faulty(const std::string& name) {
                       : name == "unaligned"        ? unaligned_kernel
                                                    : overrun_kernel;
   int64_t out = 0;
-  hookstats::cuda::launch(kernel, dim3(1), dim3(64), 0, nullptr, &out);
+  hookstats::cuda::start(kernel, dim3(1), dim3(64), 0, nullptr, &out);
   return out;
 }
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,37 +15,60 @@ from torch.utils import cpp_extension
 from tests.conftest import DTYPES, Backend, State, check
 from tests.cuda_on_cpu import loading
 from tests.kernels.test_kernels import LAYOUTS, PATHS, normal
+from tests.kernels.test_many import batch_of, made
+from tests.kernels.test_not_finite import VALUES
+from tests.kernels.test_unaligned import shifted
 
 
-@pytest.mark.parametrize(
-    ("layout", "dtype"),
-    [(layout, dtype) for layout in LAYOUTS for dtype in (DTYPES if layout in PATHS else [torch.float32])],
-    ids=str,
-)
-def test_shuffled_blocks_and_threads_are_bit_identical(harness: Any, layout: str, dtype: torch.dtype) -> None:
+def measure_layout(name: str, dtype: torch.dtype, backend: Backend) -> list[State]:
+    make, dim = LAYOUTS[name]
+    return [backend.accumulate(make(dtype), dim, histogram) for histogram in ("per_tensor", "per_channel")]
+
+
+def measure_unaligned(dtype: torch.dtype, backend: Backend) -> list[State]:
+    x = shifted(normal(2000, 69).to(dtype), 1)
+    return [backend.accumulate(each, 1, "per_channel") for each in (x, x[:1960].view(40, 69, 7, 7))]
+
+
+def measure_not_finite(values: str, backend: Backend) -> list[State]:
+    both = (VALUES[values].bfloat16(), VALUES[values][:, 1:].float().contiguous())
+    return [backend.accumulate(x, 1, "per_channel") for x in both]
+
+
+def measure_together(backend: Backend) -> list[State]:
+    tensors, dims = made(torch.bfloat16)
+    batch, states = batch_of(backend, tensors, dims, "per_channel")
+    batch.accumulate(tensors)
+    return states
+
+
+def merge_channels(backend: Backend) -> list[State]:
+    backend.merge(
+        state := State(1, "per_channel", "cpu"), backend.accumulate(normal(50, 700).float(), 1, "per_channel")
+    )
+    return [state]
+
+
+WAYS: dict[str, Callable[[Backend], list[State]]] = {
+    f"{name}-{dtype}": functools.partial(measure_layout, name, dtype)
+    for name in LAYOUTS
+    for dtype in (DTYPES if name in PATHS else [torch.float32])
+}
+WAYS |= {f"unaligned-{dtype}": functools.partial(measure_unaligned, dtype) for dtype in DTYPES}
+WAYS |= {name: functools.partial(measure_not_finite, name) for name in ("nan_and_inf", "one_nan")}
+WAYS |= {"every_exponent_and_nan": functools.partial(measure_not_finite, "every_exponent_and_nan")}
+WAYS |= {"many": measure_together, "merge": merge_channels}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_shuffled_blocks_and_threads_are_bit_identical(harness: Any, way: str) -> None:
     backend = Backend("cuda_on_cpu", harness, "cpu")
-    make, channel_dim = LAYOUTS[layout]
-    x = make(dtype)
-    for histogram in ("per_tensor", "per_channel"):
-        harness.shuffle(0)
-        in_order = backend.accumulate(x, channel_dim, histogram)
-        for seed in (1, 2):
-            harness.shuffle(seed)
-            assert backend.accumulate(x, channel_dim, histogram).same_bits(in_order)
-    harness.shuffle(0)
-
-
-def test_shuffled_merges_are_bit_identical(harness: Any) -> None:
-    backend = Backend("cuda_on_cpu", harness, "cpu")
-    part = backend.accumulate(normal(50, 700).float(), 1, "per_channel")
-    folded = []
+    runs = []
     for seed in (0, 1, 2):
         harness.shuffle(seed)
-        state = State(1, "per_channel", "cpu")
-        backend.merge(state, part)
-        folded.append(state)
+        runs.append(WAYS[way](backend))
     harness.shuffle(0)
-    assert all(state.same_bits(folded[0]) for state in folded)
+    assert all(a.same_bits(b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
 
 
 def test_one_launch_per_accumulate_and_merge(harness: Any) -> None:
@@ -73,7 +98,7 @@ def test_a_flag_that_changes_during_a_launch_does_not_disturb_the_next_one(harne
     flag = torch.ones(1, dtype=torch.int32)
     torn = State(40, "none", "cpu")
     harness.switch_off_after(flag, after)
-    harness.accumulate(x, *torn.tensors, flag, 1)
+    torn.fold(x, 1, active=flag, ops=harness)
     harness.switch_off_after(flag, -1)
     assert set(torn.moments[0].tolist()) <= {0.0, 5000.0}  # whole channels or nothing
     assert (after == 1000) == bool(flag.item())
@@ -84,7 +109,7 @@ def test_a_flag_that_changes_during_a_launch_does_not_disturb_the_next_one(harne
 def test_a_block_that_is_switched_off_ends_after_its_copies(harness: Any, shape: tuple[int, int]) -> None:
     """The harness raises where it does not."""
     state = State(shape[1], "per_channel", "cpu")
-    harness.accumulate(normal(*shape).float(), *state.tensors, torch.zeros(1, dtype=torch.int32), 1)
+    state.fold(normal(*shape).float(), 1, active=torch.zeros(1, dtype=torch.int32), ops=harness)
     assert int(state.counters[0]) == int(state.moments.count_nonzero()) == 0
 
 

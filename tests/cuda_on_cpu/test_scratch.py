@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hookstats import _native
 from hookstats._native import operators
 from hookstats.watch.flags import Flags
-from tests.conftest import DTYPES, Backend, State, check
+from tests.conftest import DTYPES, HISTOGRAMS, Backend, State, check
 from tests.cuda_on_cpu.test_other_gpus import A100
 from tests.kernels.test_kernels import LAYOUTS, normal
 from tests.kernels.test_many import batch_of
@@ -58,18 +58,6 @@ def begin_on(backend: Backend, *streams: int) -> None:
         backend.ops.use_stream(stream)
         backend.accumulate(normal(8, 8).float(), 1)
     backend.ops.order()
-
-
-def test_a_stray_arrival_in_one_stream_or_capture_disturbs_no_other_one(imitated: Backend) -> None:
-    ops, x = imitated.ops, in_parts()
-    others = [(stream, capture) for stream in (21, 22, 23, 24, 25, 26, 27) for capture in (0, 2100, 2101)]
-    ops.use_stream(20, 2100)
-    ops.stray_arrival(0)
-    for stream, capture in others:
-        ops.use_stream(stream, capture)
-        assert mean_is_right(imitated, x)
-    ops.use_stream(20, 2100)
-    assert not mean_is_right(imitated, x)
 
 
 def test_streams_of_one_capture_and_captures_on_one_stream_share_no_scratch(imitated: Backend) -> None:
@@ -134,30 +122,6 @@ def test_the_scratch_of_a_graph_that_is_no_more_is_the_next_ones(imitated: Backe
     assert len(later) == 10
     assert first in later
     assert second not in later
-
-
-def test_a_batch_on_two_streams_has_scratch_on_each(imitated: Backend) -> None:
-    ops, x = imitated.ops, normal(1 << 20).float() + 2  # of 8 parts
-    batch, (state,) = batch_of(imitated, [x], [None], "none")
-
-    def is_right(stream: int, capture: int = 0) -> bool:
-        ops.use_stream(stream, capture)
-        state.moments.zero_()
-        x.add_(float(torch.randn(())))
-        assert batch.accumulate([x]) == []
-        try:
-            check(state.stats(), x, None)
-        except AssertionError:
-            return False
-        return True
-
-    assert is_right(61)
-    assert is_right(62)
-    ops.use_stream(61)
-    ops.stray_arrival(0)
-    assert is_right(62)
-    assert is_right(61, 6100)
-    assert not is_right(61)
 
 
 def test_a_batch_that_needs_more_scratch_than_a_tensor_gets_it(imitated: Backend) -> None:
@@ -416,17 +380,16 @@ def test_a_gpu_of_any_size_gives_right_numbers(imitated: Backend, multiprocessor
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_all_that_a_dtype_needs_is_loaded_before_a_capture_where_the_driver_loads_nothing_in_one(
+def test_all_kernels_are_loaded_before_a_capture_where_the_driver_loads_none_in_one(
     imitated: Backend, dtype: torch.dtype
 ) -> None:
     ops = imitated.ops
     ops.use_gpu(driver=12020, runtime=12010)
-    kinds = {"none": 0, "per_tensor": 1, "per_channel": 2, "linear": 3}
-    for histogram, kind in kinds.items():
-        ops.use_stream(0)
-        ops.forget_kernels()
-        ops.load_kernels([DTYPES.index(dtype)], kind)
-        ops.use_stream(241, 24100 + kind)
+    ops.use_stream(0)
+    ops.forget_kernels()
+    ops.reserve_scratch()
+    for number, histogram in enumerate(HISTOGRAMS):
+        ops.use_stream(241, 24100 + number)
         for make, channel_dim in LAYOUTS.values():
             imitated.accumulate(make(dtype), channel_dim, histogram)
         x = normal(8, 4).to(dtype)

@@ -22,7 +22,7 @@ def test_values_that_are_not_finite_in_later_tiles_of_256_mb(dtype: torch.dtype,
     x[-5:, 127] = -float("inf")
     x[rows // 4, :] = float("nan")
     state = State(channels, histogram, "cuda")
-    torch.ops.hookstats.accumulate(x, *state.tensors, None, 1)
+    state.fold(x, 1)
     stats = state.stats()
     wide = x.double()
     finite = wide.isfinite()

@@ -23,7 +23,7 @@ def in_parts() -> torch.Tensor:
 
 
 def accumulate(x: torch.Tensor, state: State) -> None:
-    _native.accumulate(x, *state.tensors, None, 1)
+    state.fold(x, 1)
 
 
 def graph_of(x: torch.Tensor, state: State) -> torch.cuda.CUDAGraph:
@@ -178,10 +178,7 @@ def test_a_batch_on_two_streams_at_once() -> None:
     x = torch.randn(1, 1 << 22, device="cuda")
     states = [State(1, "none", "cuda") for _ in range(2)]
     active = torch.ones(1, dtype=torch.int32, device="cuda")
-    lists = [list(each) for each in zip(*(state.tensors for state in states), strict=True)]
-    batches: list[Any] = [
-        _native.Batch(*([each[i]] for each in lists), [active], [0], 0.0, 0.0, 0) for i in range(len(states))
-    ]
+    batches: list[Any] = [_native.Batch([state.site(0, active)]) for state in states]
     streams = [torch.cuda.Stream() for _ in batches]
     torch.cuda.synchronize()
     for _ in range(500):

@@ -24,9 +24,8 @@ pytestmark = pytest.mark.gpu
 
 
 def batch_of(states: list[State]) -> Any:
-    columns = zip(*(state.tensors for state in states), strict=True)
     active = torch.ones(1, dtype=torch.int32, device="cuda")
-    return _native.Batch(*map(list, columns), [active] * len(states), [0] * len(states), 0.0, 0.0, 0)
+    return _native.Batch([state.site(0, active) for state in states])
 
 
 def test_the_parts_of_a_tensor_are_folded_in_one_order_beside_other_work() -> None:
@@ -36,7 +35,7 @@ def test_the_parts_of_a_tensor_are_folded_in_one_order_beside_other_work() -> No
     tensors = [torch.randn(count, device="cuda") for count in values]
 
     def folds_into(states: list[State]) -> list[Callable[[], Any]]:
-        alone = [partial(_native.accumulate, x, *s.tensors, None, 0) for x, s in zip(tensors[:2], states, strict=False)]
+        alone = [partial(s.fold, x, 0) for x, s in zip(tensors[:2], states, strict=False)]
         return [*alone, partial(batch_of(states[2:]).accumulate, tensors[2:])]
 
     states = [State(1, "per_channel", "cuda") for _ in tensors]
@@ -118,7 +117,7 @@ def test_a_tensor_of_more_than_2_to_the_31_elements(how: str) -> None:
     values = x.view(-1, 8) if how == "rows" else x.view(8, -1)
     channel_dim = 1 if how == "rows" else 0
     state = State(8, "per_channel", "cuda")
-    torch.ops.hookstats.accumulate(values, *state.tensors, None, channel_dim)
+    state.fold(values, channel_dim)
     stats = state.stats()
     assert stats.total.count == size
     assert stats.total.zeros == size - 4
@@ -203,7 +202,7 @@ def test_two_threads_that_launch_on_one_site_from_two_streams_lose_nothing() -> 
         with torch.cuda.stream(torch.cuda.Stream()):
             begun.wait(60)
             for _ in range(500):
-                _native.accumulate(x, *state.tensors, None, 1)
+                state.fold(x, 1)
 
     threads = [threading.Thread(target=measure) for _ in range(2)]
     for each in threads:
@@ -223,7 +222,7 @@ def test_usual_and_lean_blocks_give_the_same_bits() -> None:
         "for dtype in DTYPES:\n"
         "  for histogram in ('per_channel', 'linear'):\n"
         "    state = State(68, histogram, 'cuda')\n"
-        "    torch.ops.hookstats.accumulate(x.to(dtype), *state.tensors, None, 1, *state.range)\n"
+        "    state.fold(x.to(dtype), 1)\n"
         "    print(state.moments.view(torch.int64).sum().item(), state.histogram.sum().item())"
     )
 

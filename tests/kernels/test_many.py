@@ -148,30 +148,6 @@ def test_a_zero_flag_stops_all(backend: Backend) -> None:
     assert all(state.counters[0] == 1 for state in states)
 
 
-def test_two_runs_are_bit_identical(backend: Backend) -> None:
-    tensors, dims = made(torch.float32)
-    runs = []
-    for _ in range(2):
-        batch, states = batch_of(backend, tensors, dims, "per_channel")
-        batch.accumulate([backend.to_device(x) for x in tensors])
-        runs.append(states)
-    assert all(a.same_bits(b) for a, b in zip(*runs, strict=True))
-
-
-def test_shuffled_blocks_and_threads_are_bit_identical(harness: Any) -> None:
-    backend = Backend("cuda_on_cpu", harness, "cpu")
-    tensors, dims = made(torch.bfloat16)
-    runs = []
-    for seed in (0, 1, 2):
-        harness.shuffle(seed)
-        batch, states = batch_of(backend, tensors, dims, "per_channel")
-        batch.accumulate(tensors)
-        runs.append(states)
-    harness.shuffle(0)
-    for states in runs[1:]:
-        assert all(a.same_bits(b) for a, b in zip(runs[0], states, strict=True))
-
-
 def test_one_launch_for_each_dtype_and_one_more_for_what_has_no_packs(harness: Any) -> None:
     backend = Backend("cuda_on_cpu", harness, "cpu")
     weights = [normal(16, 64), normal(64), normal(8, 4, 3, 3), normal(700_000)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hookstats.numbers import fields
-from tests.conftest import DTYPES, HISTOGRAMS, Backend, State, check, listed
+from tests.conftest import DTYPES, HISTOGRAMS, Backend, check
 from tests.kernels.test_kernels import normal
 
 BATCH, LENGTH = 4, 33
@@ -270,12 +270,3 @@ def test_threads_and_the_order_of_blocks_do_not_show_under_a_mask(
             backend.ops.shuffle(seed)
         states.append(backend.accumulate(x, channel_dim, histogram, mask=mask))
     assert all(state.same_bits(states[0]) for state in states)
-
-
-ROWS, KEPT = listed(torch.ones(3, 4, dtype=torch.bool))
-
-
-def test_opcheck_with_rows() -> None:
-    x, state = normal(3, 4, 5).float().requires_grad_(), State(5, "per_channel", "cpu")
-    arguments = (x, *state.tensors, None, -1, 0.0, 0.0, ROWS, KEPT)
-    torch.library.opcheck(torch.ops.hookstats.accumulate.default, arguments)

@@ -58,7 +58,7 @@ MUTANTS = [
         "csrc/bins.h",
         "(exponent_bin & 255) - 127 - kFirstOctave + 1",
         "(exponent_bin & 255) - 127 - kFirstOctave + 2",
-        f"{KERNELS} {ON_GPU.format('every_16_bit or storage_offsets')}",
+        f"{KERNELS} {ON_GPU.format('narrow_dtype')}",
     ),
     Mutant(
         "linear bins are shifted by one",
@@ -312,14 +312,14 @@ MUTANTS = [
         "csrc/cuda/many.cu",
         "job.first_partial = many.partials;",
         "job.first_partial = 0;",
-        "tests/kernels/test_many.py -k shuffled",
+        "tests/cuda_on_cpu/test_cuda_on_cpu.py -k 'shuffled and many'",
     ),
     Mutant(
         "tensors of one launch share the words in which parts arrive",
         "csrc/cuda/many.cu",
         "many.arrivals += job.arrivals();",
         ";",
-        "tests/kernels/test_many.py -k shuffled",
+        "tests/cuda_on_cpu/test_cuda_on_cpu.py -k 'shuffled and many'",
     ),
     Mutant(
         "the later of two merged states says which site came first",

@@ -176,12 +176,3 @@ def test_memory_for_scratch_that_torch_keeps_for_later_is_given_back(monkeypatch
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("empty"))
     assert _native.reserve_scratch(torch.device("cuda", 0)) == 4
     assert done == [0, "empty", 0, "waited"]
-
-
-def test_kernels_are_loaded_for_dtypes_and_bins_as_csrc_numbers_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[list[int], int, int]] = []
-    monkeypatch.setattr(_native.OPS, "load_kernels", lambda *arguments: asked.append(arguments))
-    bins = [None, hookstats.ExponentBins(), hookstats.ExponentBins(per_channel=True), hookstats.LinearBins(0, 1, 4)]
-    for each in bins:
-        _native.load_kernels(torch.device("cuda", 1), [torch.bfloat16, torch.int64, torch.float32], each)
-    assert asked == [([2, 0], kind, 1) for kind in range(4)]
