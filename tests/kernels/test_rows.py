@@ -181,27 +181,6 @@ def test_where_no_row_counts_nothing_changes(
     assert state.same_bits(whole)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_mask_that_keeps_all_counts_what_no_mask_does(backend: Backend, layout: str) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        check_that_all_count(backend, layout, dtype)
-
-
-def check_that_all_count(backend: Backend, layout: str, dtype: torch.dtype) -> None:
-    width, channel_dim, lay = LAYOUTS[layout]
-    x = lay(poisoned(_random(BATCH, LENGTH), *width).to(dtype))
-    masked = backend.accumulate(x, channel_dim, "per_channel", mask=torch.ones(BATCH, LENGTH, dtype=torch.bool))
-    whole = backend.accumulate(x, channel_dim, "per_channel")
-    check(masked.stats(), x, channel_dim)
-    for name in ("count", "min", "max", "zeros", "nans", "posinfs", "neginfs"):
-        row = fields.FIELDS.index(name)
-        assert torch.equal(masked.moments[row], whole.moments[row]), name
-    assert masked.histogram is not None
-    assert whole.histogram is not None
-    assert torch.equal(masked.histogram, whole.histogram)
-    assert masked.counters[0] == whole.counters[0] == 1
-
-
 @pytest.mark.parametrize(
     ("shape", "channel_dim"),
     [
