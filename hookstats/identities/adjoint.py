@@ -8,7 +8,6 @@ nothing of that backward. All runs are of copies of what the module is given, be
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -65,11 +64,6 @@ class AdjointTests:
     def close_step(self) -> None:
         """Note that a measured step has ended."""
         self._step += 1
-
-    @property
-    def reasons(self) -> Counter[str]:
-        """Count the modules that are left out, by the reason."""
-        return Counter(self.left_out.values())
 
     def register_hooks(self, modules: Mapping[str, nn.Module]) -> list[Any]:
         """Hang a hook on each module. Returns their handles."""

@@ -271,11 +271,6 @@ class JointSums:
                     variances[each.number] = torch.where(has_come, torch.nan, variances[each.number])
         return variances
 
-    @property
-    def reasons(self) -> Counter[str]:
-        """Count the identities that were left out at their latest step, by the reason."""
-        return Counter(self.left_out.values())
-
     def _check(self, each: _Watched, tensors: dict[str, torch.Tensor | None], is_all: bool) -> None:
         """Raise a _Problem where sums would say nothing."""
         gradients = {name: None if tensor is None else tensor.grad for name, tensor in tensors.items()}

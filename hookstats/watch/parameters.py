@@ -9,6 +9,7 @@ inside another one, the outer counts.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -88,8 +89,8 @@ class Parameters:
         """Return, by the reason, how many parameters, identities, modules and losses laws leave out."""
         return {
             "optimizer": {} if self._law is None else self._law.left_out,
-            "identity": {} if self.identities is None else self.identities.reasons,
-            "adjoint": {} if self.adjoint is None else self.adjoint.reasons,
+            "identity": {} if self.identities is None else Counter(self.identities.left_out.values()),
+            "adjoint": {} if self.adjoint is None else Counter(self.adjoint.left_out.values()),
             "cross_entropy": {self.given_loss.problem: 1} if self.given_loss.problem else {},
         }
 
