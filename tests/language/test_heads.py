@@ -135,7 +135,7 @@ def test_heads_are_told_in_the_table_and_among_the_largest_and_in_pandas() -> No
     assert frame["abs_max"].tolist() == [each[2] for each in every]
     with pytest.raises(ValueError, match="expected channels=True or groups=True, got both"):
         snapshot.to_pandas(channels=True, groups=True)
-    with pytest.raises(ValueError, match="top_groups: expected k >= 1, got 0"):
+    with pytest.raises(ValueError, match="top_groups: expected k, a number of at least 1, got 0"):
         snapshot.top_groups("rms", 0)
     without = train_heads(nn.Sequential(nn.Linear(32, 32)))
     assert without.top_groups("rms", 5) == []
