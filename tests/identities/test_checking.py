@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -13,24 +11,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import hookstats
-from hookstats.results import Identities
 from hookstats.rules.identities import compare
 from hookstats.rules.step import SiteIds, Step
 from tests import ranks
 from tests.identities.models import Llama, RMSNorm, ids, loss_of
+from tests.identities.trainings import found_once, times
 from tests.rules.trainings import train as measured
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@cache
-def found_once() -> tuple[Llama, Identities]:
-    torch.manual_seed(0)
-    model = Llama()
-    with torch.no_grad():
-        for each in model.parameters():
-            each.add_(0.02 * torch.randn_like(each))
-    return model, hookstats.find_identities(model, lambda: model(ids()))
 
 
 def train(model: nn.Module, autocast: bool = False, scale: float = 1.0) -> None:
@@ -81,54 +69,41 @@ def test_gradients_that_cancel_are_silent(copies: int) -> None:
     assert found.check(run), found.check(run)
 
 
-def scaled(name: str, factor: float, places: Any = ...) -> Callable[[dict[str, torch.Tensor]], None]:
-    def change(gradients: dict[str, torch.Tensor]) -> None:
-        gradients[name][places] *= factor
-
-    return change
-
-
-FAULTS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], None], str, float | None]] = {
-    "up x2": (scaled("layers.1.mlp.up_proj.weight", 2.0), "layers.1.mlp.up_proj.weight", 2.0),
-    "down lost half": (scaled("layers.0.mlp.down_proj.weight", 0.5), "layers.0.mlp.down_proj.weight", 0.5),
-    "values x4": (scaled("layers.0.attention.v_proj.weight", 4.0), "layers.0.attention.v_proj.weight", 4.0),
-    "norm averaged": (scaled("layers.1.norm1.weight", 0.25), "layers.1.norm1.weight", 0.25),
-    "head x1.01": (scaled("head.weight", 1.01), "head.weight", 1.01),
-    "keys of one head": (
-        scaled("layers.1.attention.k_proj.weight", 0.0, slice(0, 8)),
-        "layers.1.attention.k_proj.weight",
-        None,
-    ),
-    "one element": (scaled("layers.0.mlp.up_proj.weight", -3.0, (5, 7)), "layers.0.mlp.up_proj.weight", None),
+FAULTS: dict[str, tuple[str, float, Any]] = {  # and the places of it
+    "up x2": ("layers.1.mlp.up_proj.weight", 2.0, ...),
+    "down lost half": ("layers.0.mlp.down_proj.weight", 0.5, ...),
+    "values x4": ("layers.0.attention.v_proj.weight", 4.0, ...),
+    "norm averaged": ("layers.1.norm1.weight", 0.25, ...),
+    "head x1.01": ("head.weight", 1.01, ...),
+    "keys of one head": ("layers.1.attention.k_proj.weight", 0.0, slice(0, 8)),
+    "one element": ("layers.0.mlp.up_proj.weight", -3.0, (5, 7)),
 }
+
+
+def check_with(fault: str) -> Any:
+    model, found = found_once()
+    name, factor, places = FAULTS[fault]
+
+    def run() -> None:
+        train(model)
+        times(name, factor, places=places)(0, model)
+
+    return found.check(run)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_gradient_that_is_wrong_is_named_with_its_factor(fault: str) -> None:
-    model, found = found_once()
-    change, name, factor = FAULTS[fault]
-
-    def run() -> None:
-        train(model)
-        change({name: each.grad for name, each in model.named_parameters() if each.grad is not None})
-
-    checked = found.check(run)
+    (name, factor, places), checked = FAULTS[fault], check_with(fault)
     assert checked.breaks, "nothing was found"
     assert all(name in each.identity.parameters for each in checked.breaks), checked
-    if factor is not None:
+    if places is ...:
         assert all(dict(each.suspects)[name] == pytest.approx(factor, rel=1e-3) for each in checked.breaks)
         assert f"the gradient of {name} looks {factor:.3g} times as large as it should be" in str(checked)
 
 
 def test_a_side_that_another_identity_has_cleared_is_not_named() -> None:
-    model, found = found_once()
-    change, name, factor = FAULTS["down lost half"]
-
-    def run() -> None:
-        train(model)
-        change(dict(of_gradients(model)))
-
-    (broken,) = found.check(run).breaks  # the norm and its readers, up among them, agree
+    name, factor, _ = FAULTS["down lost half"]
+    (broken,) = check_with("down lost half").breaks  # the norm and its readers, up among them, agree
     assert broken.suspects == ((name, pytest.approx(factor)),)
 
 
@@ -140,14 +115,7 @@ def test_a_norm_that_is_stored_less_one_is_judged_by_what_it_multiplies() -> Non
 
 
 def test_the_sums_that_differ_are_named() -> None:
-    model, found = found_once()
-    change, *_ = FAULTS["one element"]
-
-    def run() -> None:
-        train(model)
-        change(dict(of_gradients(model)))
-
-    checked = found.check(run)
+    checked = check_with("one element")
     (up,) = [each for each in checked.breaks if each.identity.module == "layers.0.mlp.up_proj"]
     assert up.groups.tolist() == [5]
     assert "1 of 64 sums differ" in str(up)

@@ -18,13 +18,17 @@ Optimizers = Callable[[nn.Module], Iterable[torch.optim.Optimizer]]
 
 
 @cache
-def proved(offset: float = 0.0) -> Identities:
+def found_once(offset: float = 0.0) -> tuple[Llama, Identities]:
     torch.manual_seed(0)
     model = Llama(offset=offset)
     with torch.no_grad():
         for each in model.parameters():
             each.add_(0.02 * torch.randn_like(each))
-    return hookstats.find_identities(model, lambda: model(ids()))
+    return model, hookstats.find_identities(model, lambda: model(ids()))
+
+
+def proved(offset: float = 0.0) -> Identities:
+    return found_once(offset)[1]
 
 
 def one(model: nn.Module) -> Iterable[torch.optim.Optimizer]:
@@ -75,9 +79,11 @@ def snapshots(
     return taken
 
 
-def times(name: str, factor: float, begin: int = 0) -> Callable[[int, Any], None]:
+def times(name: str, factor: float, begin: int = 0, places: Any = ...) -> Callable[[int, Any], None]:
+    """Multiply the gradient of a parameter, or some places of it, from a step on."""
+
     def change(step: int, model: Any) -> None:
         if step >= begin:
-            model.get_parameter(name).grad.mul_(factor)
+            model.get_parameter(name).grad[places] *= factor
 
     return change
