@@ -17,6 +17,7 @@ from hookstats.results import Identities
 from hookstats.rules import identity, judge
 from tests import ranks
 from tests.identities.models import Llama, ids, loss_of
+from tests.identities.trainings import times
 from tests.plain import Operators
 from tests.rules.test_judging import Found, Recorder
 
@@ -83,14 +84,7 @@ def test_all_are_read_at_first_and_then_in_turns() -> None:
 @pytest.mark.parametrize("name", ["layers.0.attention.q_proj.weight", f"layers.{BLOCKS - 1}.mlp.up_proj.weight"])
 def test_a_fault_that_begins_later_is_found_within_two_of_its_turns(name: str) -> None:
     begin = WHOLE_STEPS + 1
-
-    def fault(step: int, model: nn.Module) -> None:
-        if step >= begin:
-            gradient = model.get_parameter(name).grad
-            assert gradient is not None
-            gradient.mul_(1.01)
-
-    first, *_ = judge([snapshot for snapshot, _ in train(fault)], rules=[identity])
+    first, *_ = judge([snapshot for snapshot, _ in train(times(name, 1.01, begin))], rules=[identity])
     assert first.severity == "critical"
     assert first.step is not None
     assert begin <= first.step < begin + 2 * ROUND
