@@ -146,17 +146,6 @@ def test_findings_of_other_ranks_and_attempts_do_not_explain_each_other() -> Non
     assert [len(chapter.effects) for chapter in story([*early, cause])] == [1, 0, 0]
 
 
-def test_a_finding_survives_json_with_its_cause_and_sites() -> None:
-    finding = Finding(
-        "dead-channels", 5, OUTPUTS[0], float("inf"), 1.0, "warning", "Dead.", 1, 2, 3, tuple(OUTPUTS[:2]), 24,
-        Cause("input-shift", 4, Site("", "input")),
-    )  # fmt: skip
-    assert Finding.from_json(json.loads(json.dumps(finding.to_json()))) == finding
-    for key, value in [("since", "3"), ("sites", [["a"]]), ("because", ["a", 1]), ("because", [1, 1, None])]:
-        with pytest.raises(ValueError, match=f"{key} of a finding: expected"):
-            Finding.from_json({**json.loads(json.dumps(finding.to_json())), key: value})
-
-
 def test_what_was_told_in_earlier_steps_stays_a_cause() -> None:
     measured = deep(12)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import hookstats
 from hookstats import Site, Snapshot
-from hookstats.rules import Finding, Judge, Step, judge, nonfinite, rule_from_json, rule_to_json
+from hookstats.rules import Cause, Finding, Judge, Step, judge, nonfinite, rule_from_json, rule_to_json
 from tests.models import small_cnn
 
 
@@ -122,13 +122,15 @@ def test_a_rule_by_name_is_the_same_as_the_rule() -> None:
 
 
 def test_a_finding_is_read_as_it_was_written_and_nothing_else_is() -> None:
-    for site in (Site("a", "output"), None):
-        finding = Finding("some", 3, site, math.inf, 1.0, "note", "Look.", rank=2, attempt=1)
+    sites, because = (Site("a", "output"), Site("b", "output")), Cause("input-shift", 4, Site("", "input"))
+    for site, others in ((sites[0], (1, sites, 24, because)), (None, ())):
+        finding = Finding("some", 3, site, math.inf, 1.0, "note", "Look.", 2, 1, *others)
         assert Finding.from_json(json.loads(json.dumps(finding.to_json(), allow_nan=False))) == finding
     good = Finding("some", 3, None, 2.0, 1.0, "note", "Look.").to_json()
     for name, wrong in [
         ("step", 1.5), ("step", True), ("site", ["a"]), ("site", "ab"), ("value", "x"), ("value", None),
         ("value", 10**400),        ("severity", "bad"), ("sentence", 3), ("rank", None), ("more", 1),
+        ("since", "3"), ("sites", [["a"]]), ("because", ["a", 1]), ("because", [1, 1, None]),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match="expected"):
             Finding.from_json(good | {name: wrong})
