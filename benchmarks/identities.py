@@ -287,18 +287,13 @@ def cost() -> None:
 Change = Callable[[dict[str, torch.Tensor]], Any]
 
 
-def times(name: str, factor: float, places: Any = ...) -> Change:
-    def change(gradients: dict[str, torch.Tensor]) -> None:
-        gradients[name][places] *= factor
+def times(part: str, factor: float, places: Any = ...) -> Change:
+    """Multiply the gradients of all parameters that have this part in their names, or some places of them."""
 
-    return change
-
-
-def every(part: str, factor: float) -> Change:
     def change(gradients: dict[str, torch.Tensor]) -> None:
         for name, gradient in gradients.items():
             if part in name:
-                gradient *= factor
+                gradient[places] *= factor
 
     return change
 
@@ -315,12 +310,12 @@ REDUCTIONS: dict[str, Change] = {
     "a norm counted twice": times("layers.1.norm2.weight", 2),
     "a norm's gradient lost": times("layers.1.norm1.weight", 0),
     "the last norm averaged over 8 ranks": times("norm.weight", 1 / 8),
-    "all norms averaged over 4 ranks": every("norm", 0.25),
-    "all norms but the first layer's counted twice": every("layers.1.norm", 2),
+    "all norms averaged over 4 ranks": times("norm", 0.25),
+    "all norms but the first layer's counted twice": times("layers.1.norm", 2),
     "a norm's shard of another rank": lambda gradients: gradients["layers.0.norm2.weight"].copy_(
         gradients["layers.0.norm2.weight"].roll(16)
     ),
-    "one layer's MLP x 8": every("layers.0.mlp", 8),
+    "one layer's MLP x 8": times("layers.0.mlp", 8),
     "queries without 1 / sqrt(d)": times(Q, 2.83),
     "queries' biases x 4 (a small part of their sums)": times(f"{A}.q_proj.bias", 4),
     "keys not summed over a group": times(K, 0.5),
@@ -330,8 +325,8 @@ REDUCTIONS: dict[str, Change] = {
     "rows of a shard twice": times(UP, 2, slice(0, 32)),
     "rows of a shard lost": times(UP, 0, slice(48, 64)),
     "columns of a shard lost": times(DOWN, 0, (slice(None), slice(0, 16))),
-    "a bucket not reduced (half)": every("layers.1.attention", 0.5),
-    "a bucket of the last microbatch alone": every("layers.1.mlp", 1 / 3),
+    "a bucket not reduced (half)": times("layers.1.attention", 0.5),
+    "a bucket of the last microbatch alone": times("layers.1.mlp", 1 / 3),
     "a parameter not unscaled": times(DOWN, 2.0**8),
     "a parameter clipped alone": times(V, 0.1),
     "the head x 2": times("head.weight", 2),

@@ -95,6 +95,9 @@ def test_where_the_input_is_not_watched_the_batch_comes_first_if_whole_rows_are_
     assert "all its channels hold equally many" in by_data.sentence
     assert "check the weights and the arithmetic of 0, then this batch" in by_weight.sentence
     assert "some of its channels are finite" in by_weight.sentence
+    assert (by_weight.value, by_weight.severity) == (32, "critical")
+    assert by_weight.sentence.startswith("32 of 512 values of the output of 0 are NaN, the first in this step; ")
+    assert "in step 12 everything was finite." in by_weight.sentence
     for found in (by_data, by_weight):
         assert 'which only tensors=("input", ...) watches' in found.sentence
 
