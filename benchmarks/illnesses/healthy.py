@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from benchmarks.illnesses.ill import drop
-from benchmarks.illnesses.models import layers
+from benchmarks.illnesses.models import Around, layers
 from benchmarks.illnesses.training import Setup, adam, by, healthy, sgd
 
 
@@ -83,18 +83,11 @@ def weight_decay_of_language_models(setup: Setup) -> None:
     setup.make_optimizer = adam(3e-3, weight_decay=0.1)
 
 
-class _TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.one, self.two = layers(64, 64, 64), nn.Linear(64, 10), nn.Linear(64, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.one(self.body(x))
-
-
 @healthy("mlp")
 def a_head_that_is_not_used(setup: Setup) -> None:
-    setup.model = _TwoHeads()
+    body, head = layers(64, 64, 64), nn.Linear(64, 10)
+    setup.model = Around(nn.Sequential(body, head), lambda model, x: model(x))
+    setup.model.other = nn.Linear(64, 10)
 
 
 @healthy("mlp")

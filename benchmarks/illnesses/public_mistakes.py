@@ -284,16 +284,9 @@ def a_loss_that_takes_all_of_the_clipped_norm(setup: Setup) -> None:
     setup.clip(1.0)
 
 
-class _Adversaries(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = layers(16, 64, 64, 64)
-        self.critic = layers(64, 64, 64, 1, activation=nn.LeakyReLU)
-
-
 def adversarial(setup: Setup, zeroes_critic: bool) -> None:
-    model = _Adversaries()
-    setup.model = model
+    generator, critic = layers(16, 64, 64, 64), layers(64, 64, 64, 1, activation=nn.LeakyReLU)
+    setup.model = model = nn.ModuleDict({"generator": generator, "critic": critic})
     of_generator = torch.optim.Adam(model.generator.parameters(), 5e-4, betas=(0.5, 0.999))
     of_critic = torch.optim.Adam(model.critic.parameters(), 5e-4, betas=(0.5, 0.999))
 

@@ -90,42 +90,6 @@ def relus_that_adam_has_killed(setup: Setup) -> None:
     setup.make_optimizer = by(Adam, 0.3)
 
 
-class Block(nn.Module):
-    """A block of a residual stream."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(self.norm(x)).relu())
-
-
-class Stream(nn.Module):
-    """A residual stream between a linear layer and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside = nn.Linear(64, 64)
-        self.blocks = nn.ModuleList(Block(64) for _ in range(4))
-        self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inside(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-@ill("outlier-channels", on=("digits",))
-def massive_channel(setup: Setup) -> None:
-    setup.model, setup.make_optimizer, setup.steps = Stream(), by(SGD, 1e-3), 60
-    setup.data = digits(64)
-    with torch.no_grad():
-        setup.model.blocks[1].down.bias[17] = 3e4
-
-
 @ill("update-ratio", on=("digits",))
 def updates_that_are_too_large(setup: Setup) -> None:
     setup.model, setup.make_optimizer = layers(64, 64, 64, 10, activation=nn.Tanh), by(Adam, 0.1)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss, smooth_l1_loss
 from torch.optim import Adagrad, Adam, RMSprop
 
-from benchmarks.illnesses.models import GPT, Attention, Recurrent, Several, layers, resnet
+from benchmarks.illnesses.models import GPT, Attention, Function, Recurrent, Several, layers, resnet
 from benchmarks.illnesses.training import Batch, Setup, adam, by, digits, healthy, lines, sgd, some
 
 
@@ -255,13 +255,7 @@ def graph_network(setup: Setup) -> None:
     edges = (torch.rand(120, 120) < torch.where(labels[:, None] == labels, 0.15, 0.03)).float() + torch.eye(120)
     mixing, given = edges / edges.sum(1, keepdim=True), torch.randn(120, 16)
 
-    class Graph(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two, self.relu = nn.Linear(16, 32), nn.Linear(32, 4), nn.ReLU()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return mixing @ self.two(self.relu(mixing @ self.one(x)))
-
-    setup.model, setup.make_optimizer = Graph(), by(Adam, 1e-2, weight_decay=5e-4)
+    mix = Function(lambda x: mixing @ x)
+    setup.model = nn.Sequential(nn.Linear(16, 32), mix, nn.ReLU(), nn.Linear(32, 4), Function(mix.function))
+    setup.make_optimizer = by(Adam, 1e-2, weight_decay=5e-4)
     setup.data = lambda step: (given, labels)

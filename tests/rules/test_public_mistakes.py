@@ -149,7 +149,7 @@ NAMED = [
     ("updates_that_are_too_large", "update-ratio", "note", "step 0 changed 0.weight by 1.31 times its own size"),
     ("one_feature_ten_thousand_times_the_others.mlp", "low-precision-fit", "note", "in float8_e4m3fn (scale 2^"),
     ("one_feature_ten_thousand_times_the_others.mlp", "massive-activations", "note", "the output of 0"),
-    ("massive_channel", "outlier-channels", "warning", "channel 17 of the output of blocks.1.down reaches 30,001"),
+    ("a_channel_that_is_enormous_in_every_block.gpt", "outlier-channels", "warning", "channel 3 of the output of"),
 ]  # fmt: skip
 SEEN_AT_EVERY_TENTH = [
     "jump_of_a_language_model", "spike_of_the_learning_rate", "labels_that_are_random_in_one_batch",
