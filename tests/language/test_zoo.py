@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,13 +37,9 @@ def test_the_preset_finds_attention_and_routers_and_changes_nothing(model_type: 
 def test_loads_are_those_of_the_model_s_own_indices(model_type: str) -> None:
     model = zoo.make(model_type)
     chosen: dict[str, torch.Tensor] = {}
-
-    def keeping(name: str) -> Callable[..., None]:
-        return lambda module, args, output: chosen.update({name: output[-1]})
-
     for name, module in model.named_modules():
         if "Router" in type(module).__name__:
-            module.register_forward_hook(keeping(name))
+            module.register_forward_hook(lambda _, args, output, name=name: chosen.update({name: output[-1]}))
     with hookstats.attach(model, tensors=("router",), options=Options(strict=True)) as monitor:
         model(**zoo.batch())
         snapshot = monitor.snapshot()
@@ -56,13 +51,9 @@ def test_loads_are_those_of_the_model_s_own_indices(model_type: str) -> None:
 
 def test_loads_are_the_sizes_of_jetmoe_s_experts() -> None:
     model, sizes = zoo.make("jetmoe"), {}
-
-    def keep(name: str) -> Callable[..., None]:
-        return lambda module, args, output: sizes.update({name: list(output[3])})
-
     for name, module in model.named_modules():
         if type(module).__name__ == "JetMoeTopKGating":
-            module.register_forward_hook(keep(name))
+            module.register_forward_hook(lambda _, args, output, name=name: sizes.update({name: list(output[3])}))
     with hookstats.attach(model, tensors=("router",), options=Options(strict=True)) as monitor:
         model(**zoo.batch())
         snapshot = monitor.snapshot()

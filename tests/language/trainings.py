@@ -65,38 +65,21 @@ def with_a_sink(model: Language) -> Language:
     return model
 
 
-class Gates:
-    """The logits that the routers of a mixture gave in the last forward."""
-
-    def __init__(self, model: Any) -> None:
-        self._logits: dict[int, torch.Tensor] = {}
-        for number, layer in enumerate(model.model.layers):
-            layer.mlp.router.register_forward_hook(self._keeping(number))
-
-    def _keeping(self, number: int) -> Callable[..., None]:
-        def keep(module: nn.Module, args: Any, output: Any) -> None:
-            self._logits[number] = output[0]
-
-        return keep
-
-    def imbalance(self) -> torch.Tensor:
-        """Compute the imbalance that a balancing loss makes small."""
-        shares = [logits.softmax(-1).mean(0) for logits in self._logits.values()]
-        return torch.stack([share.square().sum() for share in shares]).sum()
-
-
 def mixture(steps: int, balance: float, without: int | None = None) -> list[Snapshot]:
     """balance: the weight of the balancing loss. without: an expert that the first layer's router never chooses."""
     model = zoo.make("gpt_oss")
-    gates, first = Gates(model), model.model.layers[0].mlp.router
+    routers, gates = [layer.mlp.router for layer in model.model.layers], dict[Any, torch.Tensor]()
+    for each in routers:
+        each.register_forward_hook(lambda module, args, output: gates.update({module: output[0]}))
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
 
     def loss_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
         if without is not None:
             with torch.no_grad():
-                first.bias[without] = -50
+                routers[0].bias[without] = -50
         loss = model(**zoo.batch()).loss
-        return loss, loss + balance * gates.imbalance()
+        imbalances = [logits.softmax(-1).mean(0).square().sum() for logits in gates.values()]
+        return loss, loss + balance * sum(imbalances)
 
     return trainings.train(model, loss_of, optimizer, steps, **hookstats.presets.language_model(model))
 
