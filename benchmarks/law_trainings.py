@@ -95,7 +95,7 @@ def of_torchtitan(precision: str, number: int, tensors: tuple[str, ...]) -> list
 
 def of_megatron(precision: str, number: int, tensors: tuple[str, ...]) -> list[Snapshot]:
     alone = megatron.Region(None, 0, 1)
-    how = {"dtype": torch.bfloat16, "copies": torch.float32} if precision == "bfloat16" else {}
+    how: dict[str, Any] = {"dtype": torch.bfloat16, "copies": torch.float32} if precision == "bfloat16" else {}
     training = Training(alone, alone, **how)
     taken: list[Snapshot] = []
     channels = hookstats.Channels(dim=-1)
