@@ -52,10 +52,9 @@ def _of_frozen_body(setup: Setup, train: bool) -> None:
     with torch.no_grad():
         for step in range(20):
             setup.model(setup.data(step)[0])
-    model = setup.model
-    model[:-1].requires_grad_(False)
+    setup.model[:-1].requires_grad_(False)
     setup.make_optimizer = lambda model: sgd(0.1)(model[-1])
-    setup.before.append(lambda step: model[:-1].train(train))
+    setup.before.append(lambda step: setup.model[:-1].train(train))
 
 
 @ill("moving-statistics", on=("resnet",))
@@ -70,8 +69,8 @@ def a_frozen_body_in_evaluation_mode(setup: Setup) -> None:
 
 @ill("heavy-dropout", on=("mlp",), where=("1", "4"))
 def dropouts_that_were_given_the_share_to_keep(setup: Setup) -> None:
-    inner = setup.model
-    setup.model = nn.Sequential(*inner[:2], nn.Dropout(0.95), *inner[2:4], nn.Dropout(0.95), *inner[4:])
+    setup.model.insert(2, nn.Dropout(0.95))
+    setup.model.insert(5, nn.Dropout(0.95))
 
 
 @healthy("mlp")
@@ -166,8 +165,7 @@ def two_critics_that_began_apart(setup: Setup) -> None:
 @healthy("gpt")
 def blocks_that_began_as_copies(setup: Setup) -> None:
     """Copy them, as torch's own encoder does."""
-    model = setup.model
-    model.blocks = nn.ModuleList(deepcopy(model.blocks[0]) for _ in range(3))
+    setup.model.blocks = nn.ModuleList(deepcopy(setup.model.blocks[0]) for _ in range(3))
 
 
 @ill("missing-gradients", on=("mlp",), where="extra")

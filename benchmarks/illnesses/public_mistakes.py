@@ -109,8 +109,7 @@ def a_class_that_no_row_has(setup: Setup) -> None:
 def an_end_of_text_that_is_taken_for_padding(setup: Setup) -> None:
     """The loss leaves it out. The most frequent character is the end here, and the others are the vocabulary."""
     known = text().unique()
-    model = setup.model
-    model.head = nn.Linear(model.head.in_features, len(known), bias=False)
+    setup.model.head = nn.Linear(setup.model.head.in_features, len(known), bias=False)
     tokens = torch.zeros(128, dtype=torch.int64)
     tokens[known] = torch.arange(len(known))
     setup.damage = lambda step, x, y: (tokens[x], tokens[y])

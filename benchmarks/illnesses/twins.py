@@ -119,9 +119,8 @@ def a_logarithm_of_what_is_clamped(setup: Setup) -> None:
 @ill("outlier-channels", on=("gpt",))
 def a_channel_that_is_enormous_in_every_block(setup: Setup) -> None:
     """Scale a channel of the residual stream, which runs through all blocks."""
-    model = setup.model
     with torch.no_grad():
-        model.tokens.weight[:, 3] = 1e3
+        setup.model.tokens.weight[:, 3] = 1e3
 
 
 # What does not learn
