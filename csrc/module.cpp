@@ -1,12 +1,18 @@
 // The Python module: what hookstats/_native/__init__.py imports besides the operators.
 
+#include <ATen/SequenceNumber.h>
 #include <ATen/ThreadLocalPythonObjects.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/extension.h>
 #include <torch/version.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -92,6 +98,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("name_thread", [](py::int_ ident) {
     auto kept = std::make_shared<c10::SafePyObject>(ident.release().ptr(), getPyInterpreter());
     at::impl::ThreadLocalPythonObjects::set(kThreadKey, std::move(kept));
+  });
+  // The thread, by a number that no other has had; that of the forward whose backward runs here, and its node's number
+  // (-1: none runs); and the number that the next node will have.
+  m.def("place_in_autograd", [] {
+    const auto node = backward_is_running() ? torch::autograd::get_current_node() : nullptr;
+    return std::make_tuple(at::RecordFunction::currentThreadId(), node ? node->thread_id() : 0,
+                           node ? int64_t(std::min<uint64_t>(node->sequence_nr(), INT64_MAX - 1)) : -1,
+                           at::sequence_number::peek());
   });
   m.def("has_no_data", &has_no_data);
   add_hooks(m);

@@ -147,6 +147,9 @@ call_in_c = _C.call_in_c
 observe = _C.observe
 take_failures = _C.take_failures
 has_no_data = _C.has_no_data
+# place_in_autograd(): the thread, by a number that no other has had; that of the forward whose backward runs here (0:
+# not known) and its node's number (-1: none runs); and the number that the next node will have.
+place_in_autograd = _C.place_in_autograd
 Counted = _C.Counted
 bind = _C.bind
 

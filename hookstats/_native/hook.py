@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from hookstats._native import now
-from hookstats._native.now import Counted, Enabled, Rows, Times, name_thread
+from hookstats._native.now import Counted, Enabled, Rows, Times, name_thread, place_in_autograd
 from hookstats._native.operators import Operators, SiteInPython, backward_is_running, has_no_data
 from hookstats._warn import WarnOnce
 
 # What hookstats/_native/__init__.py takes of the glue, or of this file.
 __all__ = ["Counted", "Enabled", "Hook", "Times", "bind", "call_in_c", "has_no_data", "lay_slots"]
-__all__ += ["load", "name_thread", "observe", "set_part", "take_failures"]
+__all__ += ["load", "name_thread", "observe", "place_in_autograd", "set_part", "take_failures"]
 
 _PYTHON = torch._C.DispatchKey.Python
 _warn_once = WarnOnce()

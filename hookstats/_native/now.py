@@ -6,6 +6,7 @@ It does what now.h and times.h of csrc do for a torch that no glue fits, see hoo
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 import time
 import weakref
@@ -32,6 +33,24 @@ def name_thread(ident: int) -> None:
     """Leave this thread's identity for the threads of its backward."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(ident))  # torch 2.11 takes a reference that it was not given
     torch._C._stash_obj_in_tls(_THREAD, ident)
+
+
+class _Numbered(threading.local):
+    """The number of a thread, which no other has had."""
+
+    _numbers = itertools.count(1)
+
+    def __init__(self) -> None:
+        self.number = next(self._numbers)
+
+
+_numbered = _Numbered()
+
+
+def place_in_autograd() -> tuple[int, int, int, int]:
+    """Return where a thread is in autograd's graphs. A node does not tell Python its thread."""
+    node = torch._C._current_autograd_node() if backward_is_running() else None
+    return _numbered.number, 0, -1 if node is None else node._sequence_nr(), torch._C._autograd._get_sequence_nr()
 
 
 def _here(found: Callable[[int], _Found | None]) -> _Found | None:

@@ -5,15 +5,14 @@ so that of many there are no more programs than of one: what else is different b
 
 Activation checkpointing around a compiled block calls it again in backward, and must get the program that its forward
 was, or it refuses the backward: the two save different tensors. So each answer is kept with the number that the next
-node of the graph will have, and in a backward the running node tells which one was given when its forward ran. A node
-does not tell Python its thread: where a thread has given no answer, that of any counts.
+node of the graph will have, and in a backward the running node tells which one was given when its forward ran, in its
+thread. Without the compiled hook nobody knows a node's thread: where this one has given no answer, any thread's counts.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -41,6 +40,7 @@ class _AllRows(NamedTuple):
 
 
 _ALL_COUNT = _AllRows({}, {})
+_MOST_ANSWERS = 32  # forwards in different states whose backward is still to come
 
 
 class _Answer(NamedTuple):
@@ -50,23 +50,28 @@ class _Answer(NamedTuple):
     left_out: tuple[_native.Enabled, ...]
     rows: _AllRows
 
+    def is_like(self, other: _Answer) -> bool:
+        return self.rows is other.rows and (self.measured, self.left_out) == (other.measured, other.left_out)
+
 
 class Now:
     """Answers to what is measured now, and of whom."""
 
     def __init__(self) -> None:
-        self._monitors: list[_native.Enabled] = []
+        self._monitors: list[_native.Enabled] = []  # each change is one call: garbage may end others
         self._rows: dict[int, _AllRows] = {}  # by thread
-        self._answers: deque[_Answer] = deque(maxlen=32)  # read as a tuple: other threads append
+        self._answers: tuple[_Answer, ...] = ()  # the latest first
+        self._answering = threading.RLock()
 
     def add(self, enabled: _native.Enabled) -> Part:
-        self._monitors = [*self._monitors, enabled]
+        self._monitors.append(enabled)
         return Part(self, enabled)
 
     def remove(self, enabled: _native.Enabled) -> None:
-        self._monitors = [each for each in self._monitors if each is not enabled]
+        if enabled in self._monitors:
+            self._monitors.remove(enabled)
         if not self._monitors:
-            self._answers.clear()
+            self._answers = ()
 
     def set_rows(self, thread: int, monitor: str, rows: Sequence[Rows]) -> None:
         """Set the rows that count of what a thread measures for a monitor, just written; none: all."""
@@ -103,37 +108,32 @@ class Now:
         return any(each is enabled for each in self._answer().left_out)
 
     def _answer(self) -> _Answer:
-        thread = threading.get_ident()
-        node = torch._C._current_autograd_node() if _native.backward_is_running() else None
-        if node is not None:
+        thread, of_forward, node, next_node = _native.place_in_autograd()
+        if node >= 0:
             # A reentrant checkpoint's node comes just before what its forward asks.
-            given: list[_Answer] = [
-                each for each in reversed(tuple(self._answers)) if each.node <= node._sequence_nr() + 1
-            ]
-            for each in [*(each for each in given if each.thread == thread), *given]:
-                return each
+            given = [each for each in self._answers if each.node <= node + 1]
+            own = [each for each in given if each.thread == (of_forward or thread)]
+            if own or (given and not of_forward):
+                return (own or given)[0]
         measured, rows = False, _ALL_COUNT
         left_out: tuple[_native.Enabled, ...] = ()
-        for enabled in self._monitors:
+        for enabled in tuple(self._monitors):
             if enabled.is_open:
                 if enabled.leaves_out:
                     left_out = (*left_out, enabled)
                 else:
                     measured = True
         if measured:
-            rows = self._rows.get(thread, rows)
+            rows = self._rows.get(threading.get_ident(), rows)
         else:
             left_out = ()
-        if node is None:
-            before: _Answer
-            for before in reversed(tuple(self._answers)):
-                if before.thread == thread:
-                    if before.measured == measured and before.rows is rows and before.left_out == left_out:
-                        return before
-                    break
-        now = _Answer(thread, torch._C._autograd._get_sequence_nr(), measured, left_out, rows)
-        if node is None:
-            self._answers.append(now)
+        before = next((each for each in self._answers if each.thread == thread), None)
+        now = _Answer(thread, next_node, measured, left_out, rows)
+        if node < 0 and before is not None and now.is_like(before):
+            return before
+        if node < 0:
+            with self._answering:
+                self._answers = (now, *self._answers[: _MOST_ANSWERS - 1])
         return now
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -17,8 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import hookstats
-from hookstats import ExponentBins, LinearBins, Monitor, _native
-from hookstats.watch.guards import Now
+from hookstats import ExponentBins, LinearBins, Monitor
 from tests.models import Residual
 from tests.plain import OF_OUTPUTS
 
@@ -423,22 +421,3 @@ def test_the_gradients_of_a_recomputation_are_counted_once_and_with_the_rows_of_
     taken = mon.snapshot()
     assert {taken[site].calls for site in mon.sites} == {1}
     assert {taken[site].total.count for site in mon.sites} == {7 * 16, 7 * 32, 7 * 4}
-
-
-def test_what_was_answered_long_ago_is_forgotten_with_its_rows() -> None:
-    now = Now()
-    assert not now.measured
-    part = now.add(_native.Enabled(torch.ones(1, dtype=torch.int32)))
-    assert now.measured
-    rows = (torch.zeros(3, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
-    before = sys.getrefcount(rows)
-    for _ in range(200):
-        now.set_rows(threading.get_ident(), "monitor", [rows])
-        assert now.rows == {"monitor": (rows,)}
-        now.set_rows(threading.get_ident(), "monitor", [])
-        assert now.rows == {}
-    held = sys.getrefcount(rows)  # outside of an assert, which would hold it, too
-    part.remove()
-    left = sys.getrefcount(rows)
-    assert left == before < held <= before + 2 * 32
-    assert not now.measured
