@@ -19,6 +19,19 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 _PYTHON = torch._C.DispatchKey.Python
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+# What Python asks a library for: its constants, and its operators.
+_NEEDED = ["OPERATORS", "FIELDS", "DTYPES", "COUNTERS", "DIMS_BY_NDIM", "SOFTMAX_FIELDS", "MOST_KEPT", "HAS_CUDA"]
+_NEEDED += ["sample", "softmax_rows", "joint_sums", "clear", "make_site", "fold", "merge", "let_go", "part"]
+_NEEDED += [
+    "make_batch",
+    "accumulate_batch",
+    "batch_tables",
+    "make_totals",
+    "totals_table",
+    "take_totals",
+    "make_copies",
+]
+_NEEDED += ["take_copies", "capture_on", "begin_closing", "end_closing", "reserve_scratch"]
 
 
 def has_no_data(x: torch.Tensor) -> bool:
@@ -53,7 +66,11 @@ class Operators:
                 raise ImportError(f"hookstats: {here}: {error}") from error
         self._library = torch.library.Library(namespace, "FRAGMENT")
         self._space = space = getattr(torch.ops, namespace)
-        self.constants: dict[str, Any] = json.loads(space.describe.default())
+        said = json.loads(space.describe.default()) if hasattr(space, "describe") else {}
+        self.constants: dict[str, Any] = said
+        missing = [name for name in _NEEDED if name not in said and name not in said.get("OPERATORS", ())]
+        if missing:
+            raise ImportError(f"hookstats: {library} is older than the Python files beside it, without {missing[0]}")
         for name in self.constants["OPERATORS"]:
             # No gradient flows through a statistic, and none is stopped: autograd does not look.
             self._library.impl(name, torch.library.fallthrough_kernel, "Autograd")
@@ -64,7 +81,7 @@ class Operators:
         self._library.impl("softmax_rows", self._empty_for, "Meta")
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"hookstats: the built extension is older than the Python files beside it, without {name}")
+        raise AttributeError(f"expected an operator of csrc, got {name!r}")
 
     def packet(self, name: str) -> Any:
         """An operator with its overloads."""

@@ -1,4 +1,4 @@
-"""Tests of Python around the operators: parts and copies of memory, tensors without data, an old library."""
+"""Tests of Python around the operators: parts and copies of memory, tensors without data."""
 
 from __future__ import annotations
 
@@ -87,8 +87,3 @@ def test_what_is_merely_looked_at_is_refused_as_if_it_were_folded_and_is_not(bac
     with pytest.raises(RuntimeError, match="expected 6 channels in dimension 1"):
         ops.fold(torch.zeros(3, 5, device=backend.device), site.number, only_look=True)
     assert int(state.counters[0]) == 0
-
-
-def test_a_library_without_an_operator_says_so() -> None:
-    with pytest.raises(AttributeError, match="older than the Python files beside it, without measure_souls"):
-        _ = _native.OPS.measure_souls

@@ -185,6 +185,18 @@ def test_a_build_for_another_torch_is_fixed_by_a_build(tmp_path: Path) -> None:
     assert set(doctor.EXTRAS) <= set(told)
 
 
+@pytest.mark.parametrize("written", ["OPERATORS", "joint_sums("])
+def test_an_extension_that_is_older_than_the_python_files_says_so(tmp_path: Path, written: str) -> None:
+    folder = copied(tmp_path)
+    shutil.copy2(ROOT / "hookstats" / "_kernels.so", folder / "hookstats")
+    library = (ROOT / "hookstats" / "_ops.so").read_bytes()
+    (folder / "hookstats" / "_ops.so").write_bytes(library.replace(written.encode(), written.swapcase().encode()))
+    status, told, printed = run(folder)
+    assert (status, told["extension"][0]) == (1, "fix")
+    assert f"_ops.so is older than the Python files beside it, without {written.strip('(')}" in told["extension"][1]
+    assert f"$ {sys.executable} -m pip install --no-build-isolation --force-reinstall --no-deps ." in printed
+
+
 def test_a_package_that_is_not_built_and_one_without_torch_are_fixed(tmp_path: Path) -> None:
     status, told, _ = run(copied(tmp_path / "a"))
     assert (status, told["extension"][0]) == (1, "fix")
