@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, wraps
+from inspect import signature
 from typing import Any, TypeVar
 
 import numpy as np
@@ -84,8 +85,12 @@ class SiteIds:
 def make_once_for_alike(function: Callable[..., _Made]) -> Callable[..., _Made]:
     """Ask a function of a step once for all steps that are alike: see `Step.make_for_alike`."""
 
+    binds = signature(function).bind
+
     @wraps(function)
-    def ask(step: Step, *arguments: Any) -> _Made:
+    def ask(step: Step, *arguments: Any, **named: Any) -> _Made:
+        if named:
+            arguments = binds(step, *arguments, **named).args[1:]
         return step.make_for_alike(function, *arguments)
 
     return ask

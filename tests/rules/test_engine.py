@@ -49,6 +49,17 @@ def large_together(step: Step, value: float = 10.0) -> Ill:
     return Ill(largest > value, lambda sites, since: f"{len(sites)} of them", largest, value, "note", together=True)
 
 
+def test_what_a_step_knows_is_asked_for_by_position_or_by_name() -> None:
+    step = Step(steps([{"a": 1, "b": 20}])[0], SiteIds())
+    for ask in (step.is_kind, step.find_fired, step.find_finite, step.list_finite, step.find_finite_ids):
+        found = ask(kind="output")
+        assert list(found) == list(ask("output"))
+        assert len(found) == 2
+    assert step.find_finite(kind="output") is step.find_finite("output")
+    with pytest.raises(TypeError, match="missing a required argument: 'kind'"):
+        step.find_finite(of="output")
+
+
 def test_a_rule_is_told_of_sites_that_are_ill_for_long_enough_and_since_when() -> None:
     taken = steps([{"a": 1, "b": 20}, {"a": 20, "b": 20}, {"b": 20}, {"a": 20, "b": 1}])
     found = judge(taken, [large_outputs])
