@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -121,17 +121,20 @@ def explains(cause: Finding, effect: Finding) -> bool:
 def merge_findings(found: Iterable[Finding]) -> list[Finding]:
     """The findings of one step: those of one rule, kind of tensor and severity become the first of them.
 
-    It lists the sites of all; its sentence says how many there are. Of several at one site the first is told.
+    It lists the sites of all; its sentence says how many there are. Of several at one site each is told: the firsts of
+    all sites become one, and so do the seconds.
     """
-    groups: dict[tuple[str, str, str], dict[Site, Finding]] = defaultdict(dict)
+    groups: dict[tuple[str, str, str, int], list[Finding]] = defaultdict(list)
+    seen: Counter[tuple[str, str, Site]] = Counter()
     result: list[Finding] = []
     for each in found:
         if each.site is None or each.site_count > 1:
             result.append(each)
         else:
             kind = kind_of(each.site.tensor).name
-            groups[each.rule, kind, each.severity].setdefault(each.site, each)
-    for first, *others in (group.values() for group in groups.values()):
+            groups[each.rule, kind, each.severity, seen[each.rule, each.severity, each.site]].append(each)
+            seen[each.rule, each.severity, each.site] += 1
+    for first, *others in groups.values():
         if others:
             sites = [first.site, *(each.site for each in others)]
             names = ", ".join(dict.fromkeys(site.name or "the model" for site in sites[1:4] if site is not None))

@@ -38,6 +38,17 @@ def test_one_problem_at_many_sites_is_one_finding_that_lists_them_in_order_of_ex
     assert one.sentence == ("dead-channels at 0. Fix it. The same holds at 23 other sites: 1, 2, 3 and 20 more.")
 
 
+def test_two_problems_at_one_site_are_both_told_each_with_its_sites() -> None:
+    def rule(step: Step) -> Iterator[Finding]:
+        for site, value, text in ((0, 1.0, "It is off."), (0, 100.0, "It is stuck."), (1, 1.0, "It is off.")):
+            yield step.finding("mine", site, value, 0.5, "warning", text)
+
+    assert [(each.site, each.value, each.sentence) for each in judge(deep(1), [rule])] == [
+        (OUTPUTS[0], 1.0, "It is off. The same holds at 1 other site: 1."),
+        (OUTPUTS[0], 100.0, "It is stuck."),
+    ]
+
+
 def test_severities_and_rules_are_told_apart() -> None:
     told = found(
         {3: [("dead-channels", 0, "critical"), ("dead-channels", 1, "warning"), ("expert-load", 2, "warning")]}
