@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +43,14 @@ class Worst(NamedTuple):
     severity: str | None  # of its gravest finding in the window
 
 
+class Measured(NamedTuple):
+    """The part of a step that is kept: a Snapshot holds the whole run as it was at that look."""
+
+    step: int
+    scalars: Mapping[str, float]
+    earlier_scalars: Mapping[int, Mapping[str, float]]
+
+
 class Followed:
     """A rank's folder, read again and again."""
 
@@ -57,7 +66,7 @@ class Followed:
         self._at = 0  # bytes of findings.jsonl that were read
         self.run: Run | None = None  # as it was at the last look
         self.findings: list[Finding] = []
-        self.steps: deque[Snapshot] = deque(maxlen=WINDOW)  # those that were measured
+        self.steps: deque[Measured] = deque(maxlen=WINDOW)
         self._rms: deque[dict[Site, float]] = deque(maxlen=WINDOW)
 
     def look(self) -> tuple[list[Snapshot], list[Finding]]:
@@ -77,7 +86,7 @@ class Followed:
         for step in numbers:
             with suppress(RunError):  # a file with its rows cannot be read
                 snapshots.append(run[step])
-        self.steps.extend(snapshots)
+        self.steps.extend(Measured(each.step, each.scalars, each.earlier_scalars) for each in snapshots)
         self._rms.extend(dict(zip(each.order, _rms(each).tolist(), strict=True)) for each in snapshots)
         return snapshots, found
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -145,6 +147,17 @@ def test_steps_that_a_resumed_attempt_replaces_leave_the_screen(tmp_path: Path) 
     followed.look()
     assert [each.step for each in followed.steps] == list(range(7))
     assert len(followed.find_worst(1)[0].rms) == 7
+
+
+def test_a_step_that_was_looked_at_is_not_held(tmp_path: Path) -> None:
+    """Each holds what was read of the run at its look."""
+    followed = Followed(written(tmp_path / "run", range(3)))
+    seen = [weakref.ref(snapshot) for snapshot in followed.look()[0]]
+    written(tmp_path / "run", range(3, 5))
+    followed.look()
+    gc.collect()
+    assert [each() for each in seen] == [None] * 3
+    assert [each.step for each in followed.steps] == list(range(5))
 
 
 def test_a_long_run_is_entered_at_its_end(tmp_path: Path) -> None:
