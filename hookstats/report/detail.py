@@ -61,21 +61,23 @@ def _steps(recorded: Recorded) -> list[int]:
 
 def details(recorded: Recorded, places: list[int]) -> dict[str, bytes]:
     """Pictures of sites, by place: ``details.3``, JSON, and the codes of each as ``details.3.channels``."""
-    columns: dict[tuple[int, str], list[tuple[Array, int, SiteStats]]] = defaultdict(list)
+    columns: dict[tuple[int, str], list[tuple[Array, int]]] = defaultdict(list)
+    last: dict[tuple[int, str], SiteStats] = {}  # those of all steps may be more than the memory
     sites = [(place, recorded.sites[place]) for place in places]
     for snapshot in recorded.snapshots(_steps(recorded), [site for _, site in sites]):
         for place, stats in [(place, snapshot[site]) for place, site in sites if site in snapshot]:
             for name, column in _columns(stats):
-                columns[place, name].append((column, snapshot.step, stats))
+                columns[place, name].append((column, snapshot.step))
+                last[place, name] = stats
     said: dict[int, dict[str, Any]] = {place: {} for place in places}
     blobs = {}
     for (place, name), seen in columns.items():
-        if len({column.shape for column, *_ in seen}) > 1:  # a width that changed between steps has no picture
+        if len({column.shape for column, _ in seen}) > 1:  # a width that changed between steps has no picture
             continue
-        picture, stats = np.stack([column for column, *_ in seen], axis=1), seen[-1][2]
+        picture, stats = np.stack([column for column, _ in seen], axis=1), last[place, name]
         parts = {"channels": stats.channels, "groups": stats.groups}.get(name)
         mine, codes = _histogram_picture(picture, _shares(stats)[1]) if parts is None else _channel_picture(picture)
-        mine["steps"] = [step for _, step, _ in seen]
+        mine["steps"] = [step for _, step in seen]
         if parts is not None:
             mine |= {"channels": parts.count.size, "top": {"step": mine["steps"][-1], **_top(parts)}}
         said[place][name] = mine

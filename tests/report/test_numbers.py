@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,8 @@ import torch
 import hookstats
 from hookstats.numbers.fields import Site
 from hookstats.numbers.kinds import KINDS, kind_of
+from hookstats.numbers.site_stats import SiteStats
+from hookstats.numbers.snapshot import Snapshot
 from hookstats.report import Recorded, plot, write, writing
 from hookstats.report.page import asset, page
 from hookstats.report.reducing import FIRST, NEUTRAL, NONFINITE, PER_OCTAVE, SILENT, past
@@ -160,6 +163,21 @@ def test_the_top_channels_are_those_of_the_last_step_with_channels(recorded: Rec
     expected = int(channels.abs_max.argmax())
     assert details["channels"]["top"]["abs_max"][0] == [expected, pytest.approx(channels.abs_max[expected], rel=1e-4)]
     assert details["channels"]["steps"] == list(range(0, 30, 3))
+
+
+def test_pictures_are_made_without_the_channels_of_all_steps_at_once() -> None:
+    whole, seen, held = Recorded.of(run(SITES[:1], 30)), list[weakref.ref[SiteStats]](), list[int]()
+
+    def snapshots(steps: Sequence[int], sites: Sequence[Site]) -> Iterator[Snapshot]:
+        for each in whole.snapshots(steps, sites):
+            read = Snapshot(replace(each.frame))
+            seen.append(weakref.ref(read[SITES[0]]))
+            held.append(sum(stats() is not None for stats in seen))
+            yield read
+
+    contents(replace(whole, snapshots=snapshots))
+    assert len(held) > 30
+    assert max(held) < 4
 
 
 def test_the_last_step_with_channels_is_among_those_of_a_picture_however_many_there_are() -> None:
