@@ -273,12 +273,12 @@ class _Ring:
 
     def _find_recomputed(self) -> _KeptCapture | None:
         """The capture that is recomputed. None where several wait for gradients: nothing says whose turn it is."""
-        waiting = [slot for slot in self._slots if slot.output.full and not slot.gradient.full]
+        waiting = [slot for slot in list(self._slots) if slot.output.full and not slot.gradient.full]
         return self.find_newest() if len(waiting) == 1 else None
 
     def captures(self) -> list[Capture]:
         found = []
-        for slot in self._slots:
+        for slot in list(self._slots):  # a copy, which nothing interrupts: another thread may train meanwhile
             output = slot.output.read()
             if output is not None:
                 found.append(Capture(slot.call, output, slot.gradient.read()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import hookstats
@@ -302,6 +304,24 @@ def test_recomputed_calls_that_wait_for_their_gradients_together_get_none_rather
     captured = hookstats.capture(layer, "")
     checkpoint(layer, x, use_reentrant=True).sum().backward()
     assert captured[""][0].gradient is not None
+
+
+def test_captures_are_read_while_another_thread_trains() -> None:
+    layer, x = nn.Linear(2, 2), torch.randn(1, 2)
+    captured = hookstats.capture(layer, "", keep=2)
+    for _ in range(2):
+        layer(x)
+
+    class BetweenTwo(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            thread = threading.Thread(target=layer, args=(x,))
+            thread.start()
+            thread.join()
+            return function(*args, **kwargs or {})
+
+    with BetweenTwo():
+        assert len(captured[""]) == 2
+    assert [shot.call for shot in captured[""]] == [2, 3]
 
 
 def test_a_forward_on_fake_tensors_is_no_call() -> None:
