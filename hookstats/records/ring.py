@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hookstats._words import load_acquire, store_release
-from hookstats.records.errors import RunError
+from hookstats.records.errors import RunError, SchemaError
 from hookstats.records.files import NO_LINK
 
-_MAGIC = 0x31_474E_4952_5348  # "HSRING1"
+_MAGIC, _EARLIER = 0x32_474E_4952_5348, 0x31_474E_4952_5348  # "HSRING2"; the records of "HSRING1" were others
 _RECORD = 0x4452_4F43_4552  # before each record, and with its number behind it
 _HEADER = 4096  # words and the text of a failure; then the records
 _ENDING, _TEXT = 512, 1024  # where texts begin: how training ended, and why the writer failed
@@ -65,7 +65,7 @@ class Ring:
     committed: int
 
     def __init__(self, path: Path) -> None:
-        """Maps a ring that `create` has made. RingError where it is none."""
+        """Maps a ring that `create` has made. RingError where it is none, SchemaError of an earlier version's."""
         with open(os.open(path, os.O_RDWR | NO_LINK), "r+b") as file:
             size = os.fstat(file.fileno()).st_size
             if not _HEADER < size <= MAX_BYTES:
@@ -75,6 +75,11 @@ class Ring:
         whole = np.frombuffer(self._memory, np.uint8)
         self._address, self._data = whole.ctypes.data, whole[_HEADER:]
         told = self.magic, self.capacity
+        if self.magic == _EARLIER:
+            raise SchemaError(
+                f"{path}: expected a ring of this version of hookstats, got one of an earlier version: recover "
+                "the run with that one"
+            )
         if told != (_MAGIC, len(self._data)) or len(self._data) % 8:
             raise RingError(f"{path}: expected a ring of {len(self._data)} bytes, got {list(told)}")
 

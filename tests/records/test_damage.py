@@ -25,7 +25,7 @@ from hookstats import Site
 from hookstats.__main__ import main
 from hookstats.records import recording, wire, writer
 from hookstats.records.attempts import Attempt, machine
-from hookstats.records.errors import RunError
+from hookstats.records.errors import RunError, SchemaError
 from hookstats.records.parts import Name
 from hookstats.records.ring import Ring
 from hookstats.records.store import Store
@@ -281,6 +281,20 @@ def test_recover_sets_aside_what_cannot_be_read_and_says_so(run: Path) -> None:
     ]
     assert hookstats.load(run).steps == list(range(4, STEPS + IN_RING))
     assert recover(run) == {"rank=0": []}
+
+
+def test_a_ring_of_an_earlier_version_is_left_as_it_is(run: Path) -> None:
+    """Its records are others: what cannot be read would be said to be torn."""
+    path = run / "rank=0" / "ring.0001"
+    own = path.read_bytes()
+    path.write_bytes(b"HSRING1" + own[7:])
+    with pytest.raises(SchemaError, match=r"ring.0001: expected a ring of this version .* recover the run with that"):
+        recover(run)
+    assert path.read_bytes() == b"HSRING1" + own[7:]
+    goes_on(run)
+    path.write_bytes(own)
+    assert recover(run) == {"rank=0": [1]}
+    assert hookstats.load(run).steps == [*range(STEPS + IN_RING), 100]
 
 
 @pytest.mark.parametrize("table", ["steps", "totals", "scalars"])
