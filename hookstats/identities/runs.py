@@ -128,7 +128,9 @@ class RepeatableModel:
         self._devices = devices
         self._busy = False  # a module is tried by itself
         self.modules = {
-            name: module for name, module in model.named_modules() if list(module.parameters(recurse=False))
+            name: module
+            for name, module in model.named_modules()
+            if any(each is not None for each in module._parameters.values())  # its parameters() may be a user's own
         }
         self.calls: dict[str, list[Call]] = {}
         self._inputs: dict[str, list[Any]] = {}  # of calls that have not returned

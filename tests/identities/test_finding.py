@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -105,6 +106,24 @@ def test_an_output_that_something_else_reads_has_none() -> None:
 
     torch.manual_seed(0)
     assert sides(found_in(Model(), torch.randn(5, 8))) == {}
+
+
+def test_a_module_may_list_its_parameters_in_its_own_way() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.gain = nn.Linear(8, 16), nn.Linear(16, 8), nn.Parameter(torch.ones(1))
+
+        def parameters(self) -> Iterator[nn.Parameter]:  # type: ignore[override]
+            return iter([*self.first.parameters(), *self.second.parameters(), self.gain])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.gain * self.second(torch.relu(self.first(x)))
+            return out
+
+    torch.manual_seed(0)
+    found = sides(found_in(nn.Sequential(Model()), torch.randn(4, 8)))
+    assert found["0.first.weight + 0.first.bias = 0.second.weight"] == 16
 
 
 class Twice(nn.Module):
