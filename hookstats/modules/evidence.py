@@ -7,14 +7,14 @@ which remembers what ran. Nothing here runs in a hook whose site is settled.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from hookstats.modules.channels import find_channel_dim, find_natural_channels
 
-_REMEMBERED = 1024  # shapes: as many as a large model has
+_REMEMBERED = 1024  # shapes and widths: as many as a large model has
 
 
 class Widths(NamedTuple):
@@ -44,22 +44,31 @@ def find_widths(module: nn.Module | None) -> Widths:
 
 
 class Ran:
-    """Shapes of what has run, as they were first seen, with their channel dimensions, the latest last."""
+    """Shapes of what has run, as they were first seen, with their channel dimensions and widths, the latest last."""
 
     def __init__(self) -> None:
         self.dims: dict[tuple[int, ...], int] = {}
+        self.dims_by_ndim: dict[int, int] = {}
+        self._widths: dict[int, None] = {}
 
     def note(self, sizes: tuple[int, ...], dim: int) -> None:
         """A tensor of these sizes had its channels there."""
         if sizes:
-            self.dims.pop(sizes, None)
-            self.dims[sizes] = dim
-            if len(self.dims) > _REMEMBERED:
-                del self.dims[next(iter(self.dims))]
+            self.dims_by_ndim[len(sizes)] = dim
+            _put_last(self.dims, sizes, dim)
+            _put_last(self._widths, sizes[dim], None)
 
     def widths(self) -> Iterable[int]:
         """The latest first."""
-        return dict.fromkeys(sizes[dim] for sizes, dim in reversed(self.dims.items()) if sizes[dim] > 1)
+        return (width for width in reversed(self._widths) if width > 1)
+
+
+def _put_last(remembered: dict[Any, Any], key: Any, value: Any) -> None:
+    """Put an entry behind all others. The oldest is forgotten where there are too many."""
+    remembered.pop(key, None)
+    remembered[key] = value
+    if len(remembered) > _REMEMBERED:
+        del remembered[next(iter(remembered))]
 
 
 def find_channel_dim_by_evidence(x: torch.Tensor, widths: Widths, ran: Ran) -> int:
@@ -98,6 +107,5 @@ def _choose_likeliest(dims: list[int], x: torch.Tensor, ran: Ran) -> int:
         square = [dim for dim in dims if len({x.shape[d] for d in range(1, ndim) if d != dim}) == 1]
         if len(square) == 1:
             return square[0]
-    latest = next((dim for sizes, dim in reversed(ran.dims.items()) if len(sizes) == ndim), None)
-    usual = find_channel_dim(x, latest) % ndim
+    usual = find_channel_dim(x, ran.dims_by_ndim.get(ndim)) % ndim
     return usual if usual in dims else dims[-1]

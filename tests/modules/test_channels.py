@@ -45,6 +45,14 @@ def test_a_width_inside_a_module_comes_before_those_of_what_ran() -> None:
     assert dim_of(torch.zeros(2, 16, 50), NOTHING, ((2, 50), 1), ((2, 16), 1)) == 1
 
 
+def test_what_ran_is_remembered_whatever_else_ran_since() -> None:
+    """A width, also when its shape had others since; the last dimension of such a number, after many other shapes."""
+    again = (((2, 8, 16), 1), ((2, 8, 16), 2))
+    assert dim_of(torch.zeros(3, 8, 5), NOTHING, *again) == 1
+    lengths = [((4, n + 1, 64), 2) for n in range(1100)]
+    assert dim_of(torch.zeros(4, 5, 7, 3), NOTHING, ((4, 3, 32, 32), 1), *lengths) == 3
+
+
 def test_ties_are_broken_by_layout_then_squareness_then_use_then_place() -> None:
     eights = Widths(frozenset({8}), frozenset({8}), True)
     seen_as_nchw = torch.zeros(2, 8, 8, 8).permute(0, 3, 1, 2)
