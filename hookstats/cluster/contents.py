@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -108,24 +109,29 @@ def checksums(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
     """Return 64 bits that stand for those of each tensor, wherever it lies, in the order of its elements.
 
     Words of 8 bytes w_i become the sum of fmix64(w_i + (i + 1) * golden), modulo 2^64, where fmix64, the finalizer of
-    MurmurHash3, is one to one: one flipped bit always makes another sum. One copy a device.
+    MurmurHash3, is one to one: one flipped bit always makes another sum. Tensors of one size are read together.
     """
-    sums, found = [_sum_words(each) for each in tensors], np.zeros(len(tensors), np.int64)
-    for device in {each.device for each in sums}:
-        here = [i for i, each in enumerate(sums) if each.device == device]
-        found[here] = torch.stack([sums[i] for i in here]).cpu().numpy()
+    found, alike = np.zeros(len(tensors), np.int64), defaultdict[tuple[torch.device, int], list[int]](list)
+    for i, each in enumerate(tensors):
+        if each.nbytes:
+            alike[each.device, each.nbytes].append(i)
+    for (device, size), here in alike.items():
+        at_once = _WORDS if device.type == "cpu" else 64 * _WORDS  # what a cache holds; what makes up for a launch
+        many = max(1, 8 * at_once // size)
+        for chunk in (here[first : first + many] for first in range(0, len(here), many)):
+            found[chunk] = _sum_words([tensors[i] for i in chunk], at_once).cpu().numpy()
     return found
 
 
-def _sum_words(tensor: torch.Tensor) -> torch.Tensor:
-    at_once = _WORDS if tensor.device.type == "cpu" else 64 * _WORDS  # what a cache holds; what makes up for a launch
-    found = torch.zeros(1, dtype=torch.int64, device=tensor.device)
-    zeros = torch.zeros(8, dtype=torch.uint8, device=tensor.device)
-    for n, content in enumerate(read_bytes(tensor).split(8 * at_once)):
-        words = torch.cat([content, zeros[: -content.numel() % 8]]).view(torch.int64)
-        place = torch.arange(1 + n * at_once, 1 + n * at_once + words.numel(), device=tensor.device)
-        found += _mix_bits(words + place * _GOLDEN).sum()
-    return found[0]
+def _sum_words(tensors: list[torch.Tensor], at_once: int) -> torch.Tensor:
+    """Return the sums ``[tensors]`` of tensors of one size, which is read in parts of so many words."""
+    contents = [read_bytes(each) for each in tensors]
+    found = torch.zeros(len(contents), dtype=torch.int64, device=contents[0].device)
+    for n, parts in enumerate(zip(*(each.split(8 * at_once) for each in contents), strict=True)):
+        words = nn.functional.pad(torch.stack(parts), (0, -len(parts[0]) % 8)).view(torch.int64)
+        place = torch.arange(1 + n * at_once, 1 + n * at_once + words.shape[1], device=words.device)
+        found += _mix_bits(words + place * _GOLDEN).sum(1)
+    return found
 
 
 def read_bytes(tensor: torch.Tensor) -> torch.Tensor:
