@@ -81,7 +81,8 @@ def align(runs: Iterable[Iterable[Snapshot]]) -> Iterator[list[Snapshot | None]]
     rest = [iter(run) for run in runs]
     now = [next(each, None) for each in rest]
     while left := [each.step for each in now if each is not None]:
-        found = [each if each is not None and each.step == min(left) else None for each in now]
+        least = min(left)
+        found = [each if each is not None and each.step == least else None for each in now]
         yield found
         now = [each if mine is None else next(of, None) for each, mine, of in zip(now, found, rest, strict=True)]
 
