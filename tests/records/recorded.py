@@ -142,12 +142,15 @@ def start(
     first: int = 0,
     log: Path | None = None,
     stops: Iterable[int] = (),
+    before: Iterable[str] = (),
 ) -> subprocess.Popen[bytes]:
-    """The process that records. stops: steps after which it stops itself, until `go_on`."""
+    """The process that records. stops: steps after which it stops itself, until `go_on`; before: a command with which
+    it is started.
+    """
     arguments = [str(directory), str(steps), str(pause), str(ring_bytes), str(first), str(log or f"{directory}.log")]
     arguments.append(" ".join(map(str, stops)))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", _CODE, *arguments], cwd=ROOT, env=environment)
+    return subprocess.Popen([*before, sys.executable, "-c", _CODE, *arguments], cwd=ROOT, env=environment)
 
 
 def taken(directory: Path) -> list[int]:

@@ -19,6 +19,7 @@ import pytest
 import hookstats
 from hookstats.__main__ import main
 from hookstats.records import places, recording
+from hookstats.records.ring import Ring
 from hookstats.records.writer import recover
 from hookstats.terminal.following import Followed
 from hookstats.terminal.watching import watch
@@ -78,6 +79,31 @@ def test_who_would_write_to_a_read_only_disk_is_refused_in_one_line(
     [line] = capsys.readouterr().err.splitlines()
     assert "Read-only file system" in line
     holds(read_only, [0, 1, 2])
+
+
+def test_a_disk_that_becomes_read_only_stops_the_recording_and_keeps_what_was_taken(tmp_path: Path) -> None:
+    """By permissions, from a process without the right to ignore these."""
+    without = ["setpriv", "--bounding-set=-dac_override", "--inh-caps=-dac_override"] if os.getuid() == 0 else []
+    if subprocess.run([*without, "true"], capture_output=True).returncode:
+        pytest.skip("needs setpriv")
+    run, folder = tmp_path / "run", tmp_path / "run" / "rank=0"
+    process = recorded.start(run, pause=0.003, ring_bytes=1 << 20, before=without)
+    recorded.wait_for(lambda: list(folder.glob("steps/*.parquet")))  # it is committed now and then
+    tables = [path for path in folder.iterdir() if path.is_dir()]
+    for path in tables:
+        path.chmod(0o555)
+    ring = Ring(folder / "ring.0001")
+    recorded.wait_for(lambda: ring.failed)
+    assert "Permission denied" in ring.failure
+    before = recorded.lost(run)
+    recorded.wait_for(lambda: recorded.lost(run) > before + 50)  # training goes on
+    recorded.kill(process.pid)
+    process.wait()
+    for path in tables:
+        path.chmod(0o755)
+    recorded.wait_for(lambda: not recorded.writers(run))
+    assert recover(run) == {"rank=0": [1]}
+    holds(run, recorded.taken(run))
 
 
 def test_a_disk_without_locks_is_recorded_to_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
