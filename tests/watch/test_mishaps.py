@@ -20,6 +20,25 @@ from tests.plain import OF_OUTPUTS, hearing
 A, B = Site("a", "output"), Site("b", "output")
 
 
+def test_sites_are_given_up_under_the_lock_by_which_they_are_read() -> None:
+    skipping = Skipping(strict=False)
+    given_up: list[list[Site]] = []  # under the lock, before and after
+
+    class Noting:
+        def __enter__(self) -> None:
+            given_up.append(list(skipping._given_up))
+
+        def __exit__(self, *error: object) -> None:
+            given_up.append(list(skipping._given_up))
+
+    with hearing():
+        skipping.leave_out([A], "broken")
+    skipping.leave_out = lambda *args, **how: None  # type: ignore[method-assign]  # it has the lock, too
+    skipping._lock = Noting()  # type: ignore[assignment]
+    skipping.give_up([A], "broken")
+    assert given_up == [[], [A]]
+
+
 @pytest.mark.parametrize(
     "problem",
     [
