@@ -22,6 +22,7 @@ from torch.nn.attention import flex_attention as flex
 
 from hookstats.modules import order
 from hookstats.watch import guards
+from hookstats.watch.flags import is_capturing
 
 _log = logging.getLogger("hookstats")
 
@@ -47,9 +48,9 @@ def mark_of(module: Any) -> AttentionMark | None:
 
 def _find_owner(frame: Any, outer: str, read_module: Callable[[Any], Any]) -> Any:
     """Return the innermost marked module. None: there is none, or it was shown already by a function of this file."""
-    is_outside = False
+    is_outside, here = False, _find_owner.__code__.co_filename
     while frame is not None:
-        if frame.f_code.co_filename != _find_owner.__code__.co_filename:
+        if frame.f_code.co_filename != here:
             is_outside, module = True, read_module(frame)
             if module is not None:
                 return module
@@ -62,6 +63,17 @@ def _find_owner(frame: Any, outer: str, read_module: Callable[[Any], Any]) -> An
 def _read_module(frame: Any) -> Any:
     module = frame.f_locals.get("self") if frame.f_code.co_name == "_call_impl" else None
     return module if isinstance(module, nn.Module) and mark_of(module) else None
+
+
+def _find_running() -> Any:
+    """The same where no graph is traced. While nothing is measured nobody looks: a stack may be deep."""
+    if not guards.now.is_open() and not is_capturing():
+        return None
+    try:
+        return _find_owner(sys._getframe(), "f_back", _read_module)
+    except Exception as error:  # another thread may change the hooks of a module meanwhile
+        _log.info("whose attention runs is not seen: %r", error)
+        return None
 
 
 def _read_traced_module(tracer: Any) -> Any:
@@ -94,7 +106,7 @@ def _find_innermost() -> AttentionMark | None:
         if guards.now.measured:
             torch._dynamo.comptime.comptime(_trace_finds)
     else:
-        owner = _find_owner(sys._getframe(), "f_back", _read_module)
+        owner = _find_running()
     return None if owner is None else mark_of(owner)
 
 

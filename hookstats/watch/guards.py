@@ -89,6 +89,10 @@ class Now:
     def monitors(self) -> int:
         return len(self._monitors)
 
+    def is_open(self) -> bool:
+        """Return whether a step of any monitor is measured, whatever runs; no graph asks."""
+        return any(each.is_open for each in self._monitors)
+
     @_as_in_c
     def measured(self) -> bool:
         """Return whether any monitor measures."""

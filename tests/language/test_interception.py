@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections import OrderedDict
+from typing import Any
 
 import pytest
 import torch
@@ -123,6 +125,40 @@ def test_threads_have_attentions_of_their_own() -> None:
     for monitor, heads in zip(monitors, (2, 4), strict=True):
         assert monitor.snapshot()["0.attention", "attention.bound"].total.count == 20 * 2 * heads * 20
         assert monitor.detach()
+
+
+class Hooks(OrderedDict[int, Any]):
+    """Hooks of a module; it is noted when somebody looks through them, who may be told that they change meanwhile."""
+
+    changes, looks = False, 0
+
+    def values(self) -> Any:
+        self.looks += 1
+        if self.changes:
+            raise RuntimeError("OrderedDict mutated during iteration")
+        return super().values()
+
+
+def test_whose_attention_runs_is_looked_for_in_measured_steps_alone() -> None:
+    model = model_of(1)
+    with hookstats.attach(model, tensors=("attention",), every=2) as monitor:
+        hooks = model[0].attention._forward_pre_hooks = Hooks(model[0].attention._forward_pre_hooks)
+        looks = []
+        for _ in range(4):
+            model(batch())
+            monitor.step()
+            looks.append(hooks.looks)
+    assert looks[0] == looks[1] < looks[2] == looks[3]
+
+
+def test_hooks_that_another_thread_changes_meanwhile_do_not_end_training() -> None:
+    model = model_of(1)
+    expected = model(batch())
+    with hookstats.attach(model, tensors=("attention",)):
+        hooks = model[0].attention._forward_pre_hooks = Hooks(model[0].attention._forward_pre_hooks)
+        hooks.changes = True
+        assert torch.equal(model(batch()), expected)
+    assert hooks.looks
 
 
 @pytest.mark.parametrize("whole", [True, False])
