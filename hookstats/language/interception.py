@@ -217,12 +217,12 @@ def _flex_attention(original: Callable[..., Any]) -> Callable[..., Any]:
 _changing = threading.RLock()  # garbage that is collected meanwhile may end another one
 _showing: WeakSet[Interception] = WeakSet()
 _FUNCTIONS = [
-    (original, make(original))
-    for original, make in (
-        (functional.scaled_dot_product_attention, _scaled_dot_product_attention),
-        (functional.softmax, _softmax),
-        (torch.softmax, _softmax),
-        (flex.flex_attention, _flex_attention),
+    (where, name, getattr(where, name), make(getattr(where, name)))
+    for where, name, make in (
+        (functional, "scaled_dot_product_attention", _scaled_dot_product_attention),
+        (functional, "softmax", _softmax),
+        (torch, "softmax", _softmax),
+        (flex, "flex_attention", _flex_attention),
     )
 ]
 _files: dict[int, dict[str, Any]] = {}  # globals in which functions are replaced, by id
@@ -243,10 +243,9 @@ class Interception:
                 if isinstance(names, dict):
                     _files[id(names)] = names
             _exchange(is_shown=True)
-            there = {id(value) for names in _files.values() for value in names.values()}
-        for _, shown in _FUNCTIONS:
-            if id(shown) not in there:
-                _log.info("%s was replaced by somebody else: it is not watched", shown.__name__)
+        for where, name, _, shown in _FUNCTIONS:
+            if getattr(where, name) is not shown:
+                _log.info("%s.%s was replaced by somebody else: it is not watched", where.__name__, name)
 
     def remove(self) -> None:
         with _changing:
@@ -262,7 +261,7 @@ def _exchange(is_shown: bool) -> None:
     """Put what shows in the place of functions, or these back; what somebody else has put there stays."""
     for names in _files.values():
         for name, value in list(names.items()):
-            for original, shown in _FUNCTIONS:
+            for *_, original, shown in _FUNCTIONS:
                 if value is (original if is_shown else shown):
                     names[name] = shown if is_shown else original
     interface: Any = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)

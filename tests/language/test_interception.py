@@ -54,6 +54,18 @@ def test_who_replaced_the_function_later_keeps_it(monkeypatch: pytest.MonkeyPatc
     F.scaled_dot_product_attention = ORIGINAL[0]
 
 
+def test_what_somebody_else_has_replaced_is_named_with_its_module(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where the file of a watched module has the function itself."""
+    names = ["torch.nn.functional.scaled_dot_product_attention", "torch.nn.functional.softmax"]
+    for name in names:
+        monkeypatch.setattr(name, lambda *args, **kwargs: None)
+    with caplog.at_level("INFO", "hookstats"), hookstats.attach(model_of(1), tensors=("attention",)):
+        said = [each.getMessage() for each in caplog.records if "replaced" in each.getMessage()]
+    assert said == [f"{name} was replaced by somebody else: it is not watched" for name in names]
+
+
 def test_two_monitors_on_one_model_see_the_same() -> None:
     model = model_of(1)
     with (
