@@ -12,6 +12,7 @@ used again. Nothing waits: from a GPU the copies go to pinned memory, and only r
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -200,7 +201,7 @@ class _Ring:
         self._items = items
         self._channels = channels
         self._channel_dim = channel_dim
-        self._slots: deque[_KeptCapture] = deque(maxlen=keep)  # the latest last
+        self._slots: deque[_KeptCapture] = deque(maxlen=min(keep, sys.maxsize))  # the latest last
         self._calls = 0
         self.token = torch.tensor(next(self._indices))  # its index, for operators
         _rings[int(self.token)] = self
