@@ -58,7 +58,8 @@ def test_captures_are_the_first_items_and_channels_that_plain_hooks_see(backend:
 
 
 def test_edits_made_with_after_come_before_what_is_captured() -> None:
-    for backend in (None, "aot_eager"):
+    old = torch.__version__ < (2, 13)  # an edit before a ReLU in place fails to compile there
+    for backend in (None,) if old else (None, "aot_eager"):
         model = small_cnn().eval()
         captured = [hookstats.capture(model, "1")]
         bare = model[1](model[0](images()))
