@@ -36,7 +36,7 @@ _AT_ONCE = 64  # rows: what is put together of them is below 100 MB for 10,000 s
 
 # Of each heatmap: its name on the page, how its values are told ("scale": by factors, "share": from 0 to 1, "signed":
 # from -1 to 1) and which statistic it is, or the quotient of which two: of a tensor of zeros that is silent.
-STATISTICS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+HEATMAPS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "rms": ("rms", "scale", ("rms",)),
     "abs_max": ("largest |x|", "scale", ("abs_max",)),
     "peak": ("largest |x| / rms", "scale", ("abs_max", "rms")),
@@ -58,8 +58,8 @@ LINES: dict[str, tuple[str, Reduction]] = {
 
 
 def read(recorded: Recorded, key: str, *more: str) -> list[Array]:
-    """Return ``[n, t]`` of one of `STATISTICS`, then `planes` of others; NaN where a site was silent."""
-    names = STATISTICS[key][2]
+    """Return ``[n, t]`` of one of `HEATMAPS`, then `planes` of others; NaN where a site was silent."""
+    names = HEATMAPS[key][2]
     found = recorded.planes([*names, *more])
     with np.errstate(divide="ignore", invalid="ignore"):
         values = found[names[0]] if len(names) == 1 else found[names[0]] / found[names[1]]
@@ -81,12 +81,12 @@ def describe_heatmaps(is_pair: bool = False) -> dict[str, dict[str, Any]]:
     """Describe the heatmaps, by the names of their statistics."""
     return {
         key: {"title": title, "kind": kind, "unit": UNITS[kind]} | ({"difference": DIFFERENCE[kind]} if is_pair else {})
-        for key, (title, kind, _) in STATISTICS.items()
+        for key, (title, kind, _) in HEATMAPS.items()
     }
 
 
 def heatmap(values: Array, kind: str, is_bad: Marks) -> tuple[Codes, CodedRows]:
-    """Return one of `STATISTICS`, ``[n, t]``, in both views: relative to each site's past, and absolute."""
+    """Return one of `HEATMAPS`, ``[n, t]``, in both views: relative to each site's past, and absolute."""
     begin = edges(values.shape[1], COLUMNS)
     far, top = [], []
     for at in (slice(i, i + _AT_ONCE) for i in range(0, len(values), _AT_ONCE)):

@@ -8,7 +8,7 @@ import numpy as np
 
 from hookstats.numbers.fields import Array, Site
 from hookstats.numbers.kinds import kind_of
-from hookstats.report.planes import BAD, COLUMNS, STATISTICS, change, read
+from hookstats.report.planes import BAD, COLUMNS, HEATMAPS, change, read
 from hookstats.report.record import Recorded
 from hookstats.report.reducing import edges, farthest, largest, marks
 from hookstats.report.writing import order_sites
@@ -26,13 +26,13 @@ def plot(recorded: Recorded, statistic: str, tensor: str, relative: bool, log: b
         from hookstats._figure import ShownFigure
     except ImportError as error:
         raise ImportError(f"plot needs {error.name}: pip install 'hookstats[report]'") from error
-    if statistic not in STATISTICS:
-        raise ValueError(f"plot: expected a statistic of {', '.join(STATISTICS)}; got {statistic!r}")
+    if statistic not in HEATMAPS:
+        raise ValueError(f"plot: expected a statistic of {', '.join(HEATMAPS)}; got {statistic!r}")
     rows = [i for i in order_sites(recorded.sites) if kind_of(recorded.sites[i].tensor).name == tensor]
     if not rows:
         known = ", ".join(dict.fromkeys(site.tensor for site in recorded.sites))
         raise ValueError(f"plot: expected a tensor of {known}; got {tensor!r}")
-    title, kind, _ = STATISTICS[statistic]
+    title, kind, _ = HEATMAPS[statistic]
     begin = edges(len(recorded.steps), COLUMNS)
     values, bad = (each[rows] for each in read(recorded, statistic, BAD))
     cells, norm, colours, label = _cells(values, kind, title, begin, relative, log, Normalize, LogNorm)

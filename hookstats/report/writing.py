@@ -34,7 +34,7 @@ _LINES_OF_SECOND = ["rms", "abs_max"]
 class PageContents:
     """The content of a page: ``record``, to become JSON, and bytes by name, made when they are first asked for.
 
-    A name begins with its group, of which all is made at once: each of `planes.STATISTICS` (its heatmaps), ``line``
+    A name begins with its group, of which all is made at once: each of `planes.HEATMAPS` (its heatmaps), ``line``
     (``line.rms`` of all sites, and all lines of each site by its place), ``more`` (what belongs to the record and takes
     long to tell, as JSON), and ``details.3`` (pictures of the site with this place).
     ``seconds``: how long all of that took.
@@ -59,7 +59,7 @@ class PageContents:
         self.record = self._record([each.sum(axis=1) for each in known])
         self._made: dict[str, dict[str, bytes]] = {"rms": self._heatmaps("rms", [values for values, _ in both])}
         details = (f"details.{place}" for place in range(len(self.record["sites"])))
-        self._locks = {group: threading.Lock() for group in (*planes.STATISTICS, "line", "more", *details)}
+        self._locks = {group: threading.Lock() for group in (*planes.HEATMAPS, "line", "more", *details)}
         self.seconds = time.monotonic() - began
 
     def __getitem__(self, name: str) -> bytes:
@@ -76,7 +76,7 @@ class PageContents:
     def render_all(self) -> tuple[dict[str, Any], dict[str, bytes]]:
         """Return the whole record, and all other bytes; pictures of as many sites as have room."""
         blobs: dict[str, bytes] = {}
-        for key in planes.STATISTICS:
+        for key in planes.HEATMAPS:
             blobs |= self._made.get(key) or self._make(key)
         codes = np.frombuffer(blobs["rms.relative"], np.uint8).reshape(len(self.record["sites"]), -1)
         own = self._own
@@ -85,7 +85,7 @@ class PageContents:
         return self.record | {"detailed": detailed} | self._more(), blobs
 
     def _make(self, group: str) -> dict[str, bytes]:
-        if group in planes.STATISTICS:
+        if group in planes.HEATMAPS:
             return self._heatmaps(group, [planes.read(run, group)[0] for run in self._runs])
         if group == "line":
             return self._lines()
@@ -97,7 +97,7 @@ class PageContents:
 
     def _heatmaps(self, key: str, values: list[Array]) -> dict[str, bytes]:
         """values: of each run."""
-        kind = planes.STATISTICS[key][1]
+        kind = planes.HEATMAPS[key][1]
         found: dict[str, bytes] = {}
         for of, each, is_bad in zip(("", "other_"), values, self._is_bad, strict=False):
             relative, absolute = planes.heatmap(each, kind, is_bad)
