@@ -279,13 +279,14 @@ def test_no_failing_write_sync_or_rename_tears_anything(tmp_path: Path, monkeypa
 
 
 class Ordered:
-    """`os` for files.py, which takes note of what is renamed while its content, or the folder of what was renamed
+    """`os` for files.py, which takes note of what is renamed, and while its content, or the folder of what was renamed
     before it, is not on the disk yet."""
 
     def __init__(self) -> None:
         self.written: set[int] = set()  # inodes
         self.renamed: set[Path] = set()  # folders
         self.too_early: list[str] = []
+        self.parts: dict[str, list[str]] = {}  # the tables of which there is such a part, in the order of their names
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
@@ -303,6 +304,7 @@ class Ordered:
             self.too_early.append(final.name)
         os.replace(path, final)
         self.renamed.add(path.parent)
+        self.parts.setdefault(final.name, []).append(final.parent.name)
 
 
 def test_nothing_counts_that_is_not_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,6 +314,8 @@ def test_nothing_counts_that_is_not_on_the_disk(tmp_path: Path, monkeypatch: pyt
     assert ordered.too_early == []
     assert not ordered.written
     assert not ordered.renamed
+    committed = [ordered.parts[f"a0000.{first:08}-{first + 1:08}.parquet"] for first in range(0, 18, 2)]
+    assert {tables[-1] for tables in committed} == {"steps"}  # whose part says that those of the others count
 
 
 def test_an_attempt_goes_on_after_its_writer_died_and_not_after_it_ended(tmp_path: Path) -> None:
