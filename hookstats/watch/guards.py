@@ -50,9 +50,6 @@ class _Answer(NamedTuple):
     left_out: tuple[_native.Enabled, ...]
     rows: _AllRows
 
-    def is_like(self, other: _Answer) -> bool:
-        return self.rows is other.rows and (self.measured, self.left_out) == (other.measured, other.left_out)
-
 
 class Now:
     """Answers to what is measured now, and of whom."""
@@ -131,10 +128,13 @@ class Now:
             rows = self._rows.get(threading.get_ident(), rows)
         else:
             left_out = ()
-        before = next((each for each in self._answers if each.thread == thread), None)
+        if node < 0:
+            for before in self._answers:
+                if before.thread == thread:
+                    if before.measured == measured and before.rows is rows and before.left_out == left_out:
+                        return before
+                    break
         now = _Answer(thread, next_node, measured, left_out, rows)
-        if node < 0 and before is not None and now.is_like(before):
-            return before
         if node < 0:
             with self._answering:
                 self._answers = (now, *self._answers[: _MOST_ANSWERS - 1])
