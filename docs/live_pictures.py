@@ -13,8 +13,6 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-
 DOCS = Path(__file__).parent
 sys.path[:0] = [str(DOCS), str(DOCS.parent)]
 
@@ -25,8 +23,7 @@ from tests.serve.served import serving  # noqa: E402
 
 
 def train(run: Path, is_ill: bool, steps: int = 160) -> None:
-    """The example with smaller batches, on one processor: the writer and the browser have the others."""
-    torch.set_num_threads(1)
+    """The example with smaller batches."""
     report_example.STEPS, report_example.BATCH, report_example.LENGTH = steps, 4, 32
     report_example.SPIKE, report_example.OUTLIER_FROM, report_example.GROWTH = range(100, 103), 20, 1.05
     if not is_ill:
