@@ -22,16 +22,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # What Python asks a library for: its constants, and its operators.
 _NEEDED = ["OPERATORS", "FIELDS", "DTYPES", "COUNTERS", "DIMS_BY_NDIM", "SOFTMAX_FIELDS", "MOST_KEPT", "HAS_CUDA"]
 _NEEDED += ["sample", "softmax_rows", "joint_sums", "clear", "make_site", "fold", "merge", "let_go", "part"]
-_NEEDED += [
-    "make_batch",
-    "accumulate_batch",
-    "batch_tables",
-    "make_totals",
-    "totals_table",
-    "take_totals",
-    "make_copies",
-]
-_NEEDED += ["take_copies", "capture_on", "begin_closing", "end_closing", "reserve_scratch"]
+_NEEDED += ["make_batch", "accumulate_batch", "batch_tables", "make_totals", "totals_table", "take_totals"]
+_NEEDED += ["make_copies", "take_copies", "capture_on", "begin_closing", "end_closing", "reserve_scratch"]
 
 
 def has_no_data(x: torch.Tensor) -> bool:

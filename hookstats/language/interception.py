@@ -65,12 +65,13 @@ def _read_module(frame: Any) -> Any:
     return module if isinstance(module, nn.Module) and mark_of(module) else None
 
 
-def _find_running() -> Any:
-    """The same where no graph is traced. While nothing is measured nobody looks: a stack may be deep."""
+def _find_running() -> AttentionMark | None:
+    """The mark of that module where no graph is traced. While nothing is measured nobody looks: a stack may be deep."""
     if not guards.now.is_open() and not is_capturing():
         return None
     try:
-        return _find_owner(sys._getframe(), "f_back", _read_module)
+        owner = _find_owner(sys._getframe(), "f_back", _read_module)
+        return None if owner is None else mark_of(owner)
     except Exception as error:  # another thread may change the hooks of a module meanwhile
         _log.info("whose attention runs is not seen: %r", error)
         return None
@@ -101,12 +102,11 @@ def _trace_finds(context: Any) -> None:
 
 def _find_innermost() -> AttentionMark | None:
     """The mark of the attention whose forward runs; in graphs, of those that measure. Can be traced."""
+    if not torch.compiler.is_compiling():
+        return _find_running()
     owner = None
-    if torch.compiler.is_compiling():
-        if guards.now.measured:
-            torch._dynamo.comptime.comptime(_trace_finds)
-    else:
-        owner = _find_running()
+    if guards.now.measured:
+        torch._dynamo.comptime.comptime(_trace_finds)
     return None if owner is None else mark_of(owner)
 
 
